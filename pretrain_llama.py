@@ -81,6 +81,7 @@ from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.memory_report import MemoryReport
 from training.run.model_profile import make_grid, whole_model
+from training.run.output import note_of
 from training.run.pipeline_stages import rank_stages, uses_of
 from training.run.process import PROGRAM, as_process, refuse
 from training.run.rendezvous import meet
@@ -94,7 +95,6 @@ from training.run.start import (
     log_of,
     measure_and_warm_up,
     new_monitor,
-    note_of,
     prepare,
 )
 from training.run.state import Run
@@ -151,7 +151,7 @@ def train_step(
         counted = sum(batch.token_count for batch in batches)
         run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
-    total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
+    total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
     label = Label("train_step", "loss sum")
@@ -423,7 +423,7 @@ def main(
                     print(forecast("memory_picture").draw(config, sys.modules[__name__]))
                 return 0
             config, device, loaders, digests = prepare(
-                config, grid, shares_cores(), note_of(grid), activity
+                config, grid, shares_cores(), note_of(grid.rank), activity
             )
             activity.what = "comparing the memory of this host with what the run needs"
             memory_report.check_host(
@@ -450,7 +450,7 @@ def main(
             monitor = new_monitor(config, grid, launch, store, report_to, activity)
             with monitor, memory_report.enough():
                 monitor.action = "connecting the process groups"
-                connect(config, grid, device, store, timeout, note_of(grid))
+                connect(config, grid, device, store, timeout, note_of(grid.rank))
                 monitor.action = "building the model"
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
@@ -475,7 +475,7 @@ def forecast(file: str) -> Any:
 
 def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
-    config, model, note = run.config, run.model, note_of(run.grid)
+    config, model, note = run.config, run.model, note_of(run.grid.rank)
     run.monitor.action = "describing the run"
     describe(run, model_provider, note)
     file = load_model_file(config.model.model_file)

@@ -49,8 +49,8 @@ NO_VOCABULARY = (
     "tokenizer is here; give --vocab-size"
 )
 REHEARSAL = (
-    "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
-    "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
+    "--rehearse instead of --dry-run runs the steps of a rank on a simulated device: launches, "
+    "peak memory, predicted time, and mistakes by file and line"
 )
 WORKSPACES = "workspaces"
 # bytes of cuBLAS's workspace for a thread's handle and a stream, from Hopper on; before it 8.1 MiB
@@ -95,7 +95,7 @@ def _differences(config: Config) -> list[str]:
     known = vocabulary().differences
     lines = [f"{d.title}: {d.there}; here {d.here}" for d in known if d.touches(config.given)]
     rest = len(known) - len(lines)
-    return [*lines, f"{rest} more of flags that are not given: docs/flags.md"]
+    return [*lines, f"{rest} more, for flags that you did not set: docs/flags.md"]
 
 
 def _of_the_model(config: Config, script: ModuleType) -> list[tuple[str, list[str]]]:
@@ -260,7 +260,7 @@ def _memory(
         "gradients": "bf16" if p.main_grads_dtype == "bf16" and level < 2 else acc,
         "masters": "fp32" if apart else "none: the parameters take their place",
         "moments": _state_names(config),
-        OTHER_STATE: "the norm's index, tables of positions, a micro-batch",
+        OTHER_STATE: "index of the gradient norm, RoPE tables, a micro-batch",
         UNSHARDED: "during a part of a step, until they are summed",
         GATHERED: "during a part of a step",
         WEIGHT_ROWS: "rows of w and of w^T, made once a step (--no-fp8-weight-cache: not kept)",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let one recorded rank of a pipeline stand for those that do the same on other layers.
+"""Let one recorded rank of a pipeline stand for other ranks with the same work on other layers.
 
 Ranks with as many layers, and the same ends, differ in the order of their actions alone, and what
 an action makes and frees depends on the actions beside it, not on the pipeline's length. So one

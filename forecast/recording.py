@@ -39,6 +39,7 @@ from mpu.launch import Launch
 from mpu.layers.linear import use_overlap
 from mpu.meta_tensors import META, UNKNOWN, answer
 from mpu.module_tracker import tensors_of
+from mpu.optim.state_offload import StateOffload
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, Schedule, build
@@ -343,7 +344,7 @@ class Recording:
         return 1 + middle * (self.micro_batches - self.few)
 
     def copied(self) -> tuple[int, int]:
-        """Return the bytes that a step copies to host memory, and those that it copies back."""
+        """Return the bytes that a step copies to host memory, and back."""
         copies = [(self.times(action), *nbytes) for action, *nbytes in self.recorder.copies]
         return sum(n * down for n, down, _ in copies), sum(n * up for n, _, up in copies)
 
@@ -568,7 +569,7 @@ def _record_steps(
         run_chunks(run, script.model_provider, script.run_schedule, overlap_of(config))
         recording.warm_up = max(moment.total for moment in recording.moments())
         gc.collect()
-    learns = run.sink.zero_stage >= 3 or run.optimizer.state_offload is not None
+    learns = run.sink.zero_stage >= 3 or isinstance(run.optimizer.home, StateOffload)
     for step in range(1 + learns):
         if step:
             gc.collect()

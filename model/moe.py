@@ -43,31 +43,26 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class MoEConfig(LlamaConfig):
-    """Sizes of a Llama, and those of its experts; the names are those of Megatron-LM's flags.
+    """Sizes of a Llama and of its experts; the names are those of Megatron-LM's flags.
 
-    ffn_hidden_size is that of dense layers. moe_ffn_hidden_size: of an expert; 0 means the same.
-    moe_layer_freq: every how many-th layer has experts, from layer 0 on, or 1 and 0 for each layer.
-    moe_router_pre_softmax: weights are the chosen part of a softmax over all experts; else they are
-    a softmax over the chosen ones, so their sum is 1. moe_router_topk_scaling_factor: what weights
-    are multiplied by. moe_shared_expert_intermediate_size: ffn hidden of an expert that every token
-    meets; 0: there is none. qk_layernorm: queries and keys are normalised, as in Qwen3.
-    moe_router_enable_expert_bias: a bias is added to sigmoid scores where experts are chosen.
-    moe_router_num_groups, moe_router_group_topk: of so many groups of experts a token chooses from
-    the best ones only; 0: from all.
+    ffn_hidden_size is that of dense layers.
     """
 
     num_experts: int = 8
-    moe_router_topk: int = 2
-    moe_ffn_hidden_size: int = 0
+    moe_router_topk: int = 2  # experts of a token
+    moe_ffn_hidden_size: int = 0  # of an expert; 0: ffn_hidden_size
+    # every n-th layer has experts, from layer 0 on; or 1 or 0 for each layer
     moe_layer_freq: int | tuple[int, ...] = 1
+    # weights: the chosen part of a softmax over all experts; else a softmax over the chosen ones
     moe_router_pre_softmax: bool = False
     moe_router_score_function: str = "softmax"
-    moe_router_topk_scaling_factor: float = 1.0
-    moe_shared_expert_intermediate_size: int = 0
-    qk_layernorm: bool = False
+    moe_router_topk_scaling_factor: float = 1.0  # multiplies the weights
+    moe_shared_expert_intermediate_size: int = 0  # ffn size of an expert for every token; 0: none
+    qk_layernorm: bool = False  # queries and keys are normalised, as in Qwen3
+    # add a bias to sigmoid scores for the choice of experts
     moe_router_enable_expert_bias: bool = False
-    moe_router_num_groups: int = 0
-    moe_router_group_topk: int = 0
+    moe_router_num_groups: int = 0  # groups of experts; 0: none
+    moe_router_group_topk: int = 0  # groups from which a token chooses its experts
 
     def __post_init__(self) -> None:
         super().__post_init__()

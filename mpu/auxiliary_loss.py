@@ -45,12 +45,10 @@ class AuxiliaryLosses:
     def mask(self, counted: int, tokens: int, axis: Axis, device: torch.device) -> None:
         """Say before a step's backward that `counted` of this rank's tokens are in the main loss.
 
-        tokens: of the global batch, over the ranks of `axis`, all of which call it. A CUDA graph
-        reads `share` where it is, so that it stays there.
+        tokens: of the global batch, over the ranks of `axis`, all of which call it.
         """
         rows = torch.full((1,), counted, dtype=torch.float64, device=device)  # no copy from host
-        share = sum_in_order(rows, axis, COUNT)[0].clamp(min=1) / tokens
-        self.share = share if self.share is None else self.share.copy_(share)
+        self.share = sum_in_order(rows, axis, COUNT)[0].clamp(min=1) / tokens
 
     def begin(self, tokens: int) -> None:
         """Begin a step, whose gradients are divided by `tokens`."""

@@ -44,39 +44,32 @@ class QKClip(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer may know: axes, sequence parallelism, dtypes, device, where gradients go.
-
-    on_gpu: whether layers compute on a GPU: `device` is one, or it is the meta device, whose
-    tensors have no memory, and a GPU's step is recorded on it (forecast/recording.py).
-    dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
-    loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
-    activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
-    is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: how keys and values
-    reach other ranks (mpu/layers/context_attention.py). norm_backend, attention_backend: whose
-    kernels they are, as the flags of these names say.
-    interleaver: of two micro-batches that run interleaved. auxiliary_losses: what `auxiliary_loss`
-    adds to. experts: how a mixture of experts is trained.
-    log_max_attention_logit, qk_clip: whether each head's largest logit is noted, and clipped.
-    output_z_loss: the coefficient of the output layer's z-loss (mpu/layers/cross_entropy.py).
-    """
+    """What a layer knows: axes, sequence parallelism, dtypes, device, and where gradients go."""
 
     grid: Grid = field(default_factory=Grid)
+    # activations are cut along s outside of tensor-parallel regions
     sequence_parallel: bool = False
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of parameters and activations
+    # of gradients, norms, RoPE tables, softmax and loss: fp32, or fp64 for proofs
     accumulate: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    # of two interleaved micro-batches
     interleaver: Interleaver = field(default_factory=Interleaver)
+    # linear_cross_entropy (mpu/layers), with --fused-linear-cross-entropy
     loss_in_chunks: Callable[..., Tensor] | None = None
-    cp_comm_type: str = "p2p"
-    norm_backend: str = "weft"
-    attention_backend: str = "auto"
+    cp_comm_type: str = "p2p"  # exchange of keys and values (mpu/layers/context_attention.py)
+    norm_backend: str = "weft"  # as --norm-backend
+    attention_backend: str = "auto"  # as --attention-backend
+    # losses added by `auxiliary_loss`
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
-    experts: ExpertOptions = ExpertOptions()
-    log_max_attention_logit: bool = False
-    qk_clip: QKClip | None = None
+    experts: ExpertOptions = ExpertOptions()  # how a mixture of experts is trained
+    log_max_attention_logit: bool = False  # record the largest logit of each head
+    qk_clip: QKClip | None = None  # clip by the largest logit of each head
+    # coefficient of the output layer's z-loss (mpu/layers/cross_entropy.py)
     output_z_loss: float = 0.0
+    # `device` is a GPU, or meta while a GPU's step is recorded on it (forecast/recording.py)
     on_gpu: bool = None  # type: ignore[assignment]  # None: as `device` says
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis

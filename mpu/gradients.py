@@ -164,7 +164,7 @@ class WeightGradientQueue:
     def put(
         self, work: Callable[[], None], tensors: Sequence[Tensor] = (), output_layer: bool = False
     ) -> None:
-        """Run the work of one weight gradient, or defer it. tensors: those that it references."""
+        """Run the work of one weight gradient, or defer it. tensors: its references."""
         if self.defers(output_layer):
             assert self._pending is not None
             self._pending.append(work)

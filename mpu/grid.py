@@ -28,7 +28,7 @@ Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; 
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
@@ -123,13 +123,6 @@ class DataAxes(NamedTuple):
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
-    launch: this process's rank and world, by default what torch.distributed or the launcher says.
-
-    query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
-    ep_size: ranks over which experts are cut; 0: the model has none. nccl: settings of groups by
-    the axis, for `group_options`; an axis with settings has a group of its own.
-    needs_full_matrices: the optimizer makes matrices whole, over tp_dp_cp_shard and ep_edp_shard.
-
     Raises ValueError where tp x cp x pp do not divide the world, `ep_size` not a stage, `instances`
     not dp_cp or edp, or fewer `query_groups` not tp.
     """
@@ -138,13 +131,16 @@ class Grid:
     tp_size: int = 1
     cp_size: int = 1
     pp_size: int = 1
+    # rank and world of this process; default: as torch.distributed or the launcher says
     launch: Launch = ASK
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
-    query_groups: int = 0
-    order: tuple[str, ...] = ORDER
-    ep_size: int = 0
+    query_groups: int = 0  # key/value heads of the model; 0: at least tp
+    order: tuple[str, ...] = ORDER  # the axes, fastest first
+    ep_size: int = 0  # ranks over which experts are cut; 0: the model has none
+    # group settings by axis, for `group_options`; an axis with settings has a group of its own
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # the optimizer needs whole matrices, over tp_dp_cp_shard and ep_edp_shard
     needs_full_matrices: bool = False
 
     def __post_init__(self) -> None:
@@ -165,7 +161,6 @@ class Grid:
             )
         self.dp_size = self.world_size // parts
         self.waits = Waits()  # of this rank, on every axis
-        self.closing: list[Callable[[], None]] = []  # what must end before the process groups do
         self.rank = self.launch.rank
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
@@ -380,13 +375,7 @@ class Grid:
         return self
 
     def close(self) -> None:
-        """Leave the process group, if there is one, after what is in `closing`.
-
-        NCCL's commDestroySync (src/init.cc) waits without end for a CUDA graph that holds calls of
-        the communicator (pytorch/pytorch#115388).
-        """
-        while self.closing:
-            self.closing.pop()()
+        """Leave the process group, if there is one."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

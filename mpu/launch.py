@@ -16,7 +16,6 @@ from typing import NamedTuple
 # torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
 # torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-REGISTER = "NCCL_GRAPH_REGISTER"
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
@@ -30,7 +29,7 @@ NARROW = {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "S
 # What else changes the bits of a run, or how it may run, on a GPU and on a CPU; "*" stands for any
 # ending. docs/numerics.md says what each does. A run names those that are set.
 ON_GPU = (
-    "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
+    "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO",
     CONNECTIONS, BLOCKING, CUDNN_LAST, *TF32,
     "TORCH_BLAS_PREFER_*", "DISABLE_ADDMM_CUDA_LT", "CUBLAS_*", "CUBLASLT_*",
     "TORCH_CUDNN_USE_HEURISTIC_MODE_B", "TORCH_CUDNN_V8_API_DISABLED", "PYTORCH_TUNABLEOP_*",
@@ -350,17 +349,15 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
 
     argv: the run's command line, which says whether CUDA must load all kernels when it starts
     (`loads_eagerly`). Expandable segments grow in place, so freed memory of another size is not
-    lost to them; torch's symmetric memory does not come from that allocator. NCCL would register a
-    CUDA graph's buffers, which in expandable segments ends in an illegal memory access (Megatron-LM
-    asks for 0, too). What the user has set stays, but what would compute fp32 in less: torch and
-    oneDNN read that when they are loaded, NVIDIA's libraries when CUDA starts.
+    lost to them; torch's symmetric memory does not come from that allocator. What the user has set
+    stays, but what would compute fp32 in less: torch and oneDNN read that when they are loaded,
+    NVIDIA's libraries when CUDA starts.
     """
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
     if loads_eagerly(argv):
         defaults["CUDA_MODULE_LOADING"] = "EAGER"
     if not any(name in environ for name in ALLOCATOR):
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    defaults[REGISTER] = "0"
     defaults = {name: value for name, value in defaults.items() if name not in environ}
     return defaults | as_fp32(environ, argv)
 
@@ -398,21 +395,6 @@ def loads_eagerly(argv: Sequence[str]) -> bool:
     overlap = values.get("--tp-comm-overlap", "none")
     stages = values.get("--pipeline-model-parallel-size", "1")
     return stages not in ("", "1") or overlap not in ("none", "ring")
-
-
-def registers_graphs() -> str:
-    """Return why CUDA graphs of collectives would fail with what the user has set, or ""."""
-    value, grows = os.environ.get(REGISTER, "0"), "False"
-    for name in ALLOCATOR:
-        found = re.findall(r"expandable_segments\s*:\s*(\w+)", os.environ.get(name, ""))
-        grows = (found or [grows])[-1]
-    if value == "0" or grows.lower() != "true":
-        return ""
-    return (
-        f"{REGISTER} is {value} in the environment and the allocator's segments are expandable: "
-        f"NCCL would register a graph's buffers, which ends in an illegal memory access; unset it, "
-        "or set PYTORCH_ALLOC_CONF=expandable_segments:False"
-    )
 
 
 def set_deterministic() -> None:

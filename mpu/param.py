@@ -5,6 +5,7 @@ A Placement is an attribute of the parameter itself. Checkpoints, initial weight
 and the sums of gradients (mpu/zero/reduce.py) all follow from it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -104,24 +105,33 @@ class Placement:
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """Return this rank's rectangles of the canonical tensors `names`: one per section, or per
         section that it holds.
+
+        Sections with the same name are one tensor, below one another. Raises PlacementError where
+        these are cut by columns.
         """
         sizes = self.sections or (self.shape[0],)
         assert len(names) == len(sizes), (names, self.sections)
         found, local, t, r = [], 0, self.axis.size, self.axis.rank
-        pairs = list(zip(names, sizes, strict=True))
+        rows_of = Counter[str]()  # of each tensor
+        each = []  # a section: its tensor, its rows, its first row there
+        for name, rows in zip(names, sizes, strict=True):
+            each.append((name, rows, rows_of[name]))
+            rows_of[name] += rows
+        if self.dim and len(rows_of) < len(names):
+            raise PlacementError(f"{names[0]}: sections that are cut by columns need a name each")
         if self.whole_sections:  # this rank's run of them, of which nothing is cut
             run = len(sizes) // t
-            pairs, t, r = pairs[r * run : (r + 1) * run], 1, 0
-        for name, rows in pairs:
-            shape = (rows, *self.shape[1:])
+            each, t, r = each[r * run : (r + 1) * run], 1, 0
+        for name, rows, first in each:
+            shape = (rows_of[name], *self.shape[1:])
             if self.dim is None:
-                found.append(Piece(name, shape, 0, 0, rows, local))
+                found.append(Piece(name, shape, 0, first, rows, local))
                 local += rows
                 continue
-            full = shape[self.dim]
+            full = shape[self.dim] if self.dim else rows
             step = self.local_size if len(sizes) == 1 else full // t
-            start = min(r * step, full)
-            found.append(Piece(name, shape, self.dim, start, min(step, full - start), local))
+            at = min(r * step, full)
+            found.append(Piece(name, shape, self.dim, first + at, min(step, full - at), local))
             local += step
         return found
 

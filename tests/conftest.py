@@ -48,20 +48,23 @@ PRELOADED = [
     "torch._dynamo",
 ]
 
-# files that take longest, the longest first, as --durations tells
+# Files that take longest, the longest first, as --durations tells. Before them the one that counts
+# what a rank allocates, for which its processes are new.
 LONGEST = """
-tools/test_fork_check.py training/test_optimizer.py faults/test_restarts.py
-training/checkpoint/test_reshard.py forecast/rehearsal/test_rehearse.py model/test_moe_layouts.py
-model/test_pipeline_parity.py forecast/planner/test_plan.py
-tools/test_checkpoint_hf.py tools/test_explain.py forecast/rehearsal/test_one_addition.py
-forecast/rehearsal/test_planner_clock.py training/checkpoint/test_sweep.py
-training/faults/test_monitor.py model/test_zero_parity.py mpu/layers/float8/test_recipe.py
-faults/test_failures.py training/run/watch/test_numbers.py model/test_parity.py
-model/test_worked_forks.py tools/bisect/test_runs.py test_stages_run.py training/test_muon.py
-tools/test_torchrun.py training/run/test_log.py forecast/planner/test_ten_plans.py
-training/flags/test_public_scripts.py training/faults/test_hang_watch.py
-training/run/test_saver.py training/checkpoint/test_retain.py test_mistakes.py faults/test_hangs.py
-forecast/rehearsal/test_group.py forecast/rehearsal/test_float8.py tools/test_gpu_check.py
+forecast/test_recording.py model/test_moe_parity.py forecast/planner/test_plan.py
+forecast/planner/test_rank_order.py forecast/test_dry_run.py forecast/rehearsal/test_whole_step.py
+forecast/rehearsal/test_rehearse.py forecast/rehearsal/test_cpu.py
+training/settings/test_update_rules.py model/test_frozen.py training/checkpoint/test_reshard.py
+tools/test_fork_check.py model/test_zero_parity.py training/run/test_saver.py
+training/run/watch/test_numbers.py model/test_float8.py model/test_moe_router.py
+model/test_pipeline_parity.py model/test_context_parity.py forecast/test_buffers.py
+forecast/test_step_memory.py forecast/test_activations.py mpu/layers/float8/test_recipe.py
+tools/test_gpu_check.py faults/test_hangs.py faults/test_failures.py tools/test_explain.py
+model/test_parity.py model/test_worked_forks.py model/test_deepseek.py
+training/checkpoint/test_sweep.py training/checkpoint/test_retain.py
+training/faults/test_hang_watch.py training/faults/test_monitor.py
+training/flags/test_public_scripts.py training/run/test_log.py tools/test_checkpoint_hf.py
+test_continued_runs.py test_mistakes.py test_stages_run.py
 """.split()
 
 

@@ -149,7 +149,7 @@ def check_chain(oracle: Oracle, seed: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 30), marks=pytest.mark.prove)], ids=["few", "many"]
+    "seeds", [range(1), pytest.param(range(1, 30), marks=pytest.mark.prove)], ids=["few", "many"]
 )
 def test_loaders_of_any_layout_hand_out_the_same_tokens(oracle, seeds):
     for seed in seeds:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpu.launch import Launch, tasks_of_node
+from tests.slurm import near_data
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -259,3 +260,43 @@ def test_on_a_real_slurm(tmp_path):
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_lines_that_copy_a_pair_to_each_node(tmp_path: Path) -> None:
+    """Two nodes; a copy that was cut off is made again, and none is taken with another digest."""
+    (tmp_path / "far").mkdir()
+    data = tmp_path / "far" / "text"
+    for end in ("bin", "idx"):
+        Path(f"{data}.{end}").write_text(end)
+    (tmp_path / "srun").write_text(
+        "#!/bin/bash\nset -e\nshift\nfor node in n1 n2; do NEAR=$NEAR/$node \"$@\"; done\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+
+    def submit(job: str = "true") -> int:
+        there = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": str(data)}
+        there |= {"NEAR": str(tmp_path / "near")}
+        script = f"{near_data.lines()}echo $DATA > {tmp_path}/said; {job}"
+        done = subprocess.run(["bash", "-c", script], env=there, stderr=subprocess.DEVNULL)
+        return done.returncode
+
+    def digest() -> None:
+        said = subprocess.run(
+            ["sha256sum", "text.bin", "text.idx"], cwd=data.parent, capture_output=True, check=True
+        )
+        Path(f"{data}.sha256").write_bytes(said.stdout)
+
+    copies = [tmp_path / "near" / node / "text.bin" for node in ("n1", "n2")]
+    digest()
+    copies[1].parent.mkdir(parents=True)
+    copies[1].write_text("b")  # cut off: its digest is not there
+    assert submit() == 0 and [copy.read_text() for copy in copies] == ["bin", "bin"]
+    assert (tmp_path / "said").read_text() == f"{tmp_path}/near/text\n"
+    made = [copy.stat().st_ino for copy in copies]
+    assert submit("exit 7") == 7 and [copy.stat().st_ino for copy in copies] == made
+    data.with_suffix(".bin").write_text("other")
+    os.utime(f"{data}.sha256", ns=(2**62, 2**62))
+    assert submit() == 1 and [copy.read_text() for copy in copies] == ["bin", "bin"]
+    digest()
+    os.utime(f"{data}.sha256", ns=(2**62, 2**62))
+    assert submit() == 0 and [copy.read_text() for copy in copies] == ["other", "other"]

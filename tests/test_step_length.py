@@ -5,7 +5,8 @@ Four ranks (tensor 2 with sequence parallelism, data 2, ZeRO stage 1) train one 
 step. A profile hook of the interpreter names every file of the product in which a function ran. The
 page lists a step whose collectives go through process groups (--no-shared-memory);
 `pytest -m "prove or not prove" tests/test_step_length.py -rP` prints that list, what shared memory
-adds to it, and what two steady iterations of the loop run at default flags.
+adds to it, and what a steady iteration of the loop and a save run at default flags. It fails where
+their files or calls grow, and where a linear's all-gather is further from torch.distributed.
 """
 
 import json
@@ -181,7 +182,7 @@ def test_the_pages_table_is_read():
 
 # What the busiest rank's main thread runs, at most: (files, calls). An iteration counts what stands
 # around train_step too. Whoever raises one of these numbers writes next to it what for.
-AT_MOST = {"iterations": (42, 3080), "train_step": (26, 2860), "save": (28, 4180)}
+AT_MOST = {"iterations": (41, 3080), "train_step": (26, 2860), "save": (28, 4180)}
 STEPS = {"iterations": 2, "train_step": 2, "save": 1}  # that profiled_loop.py counts
 
 

@@ -258,7 +258,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 105), 8))
+@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 105), 16))
 def test_what_a_resume_would_fail_at_is_refused_before_a_step(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 
@@ -302,7 +302,7 @@ def losses(launcher, folder, iterations, *flags):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("name", sampled(sorted(SOUND), 4))
+@pytest.mark.parametrize("name", sampled(sorted(SOUND), 8))
 def test_a_fork_that_is_right_resumes(launcher, tmp_path, name):
     (tmp_path / "mine.py").write_text(FORK.format(more=SOUND[name]))
     file = ("--model-file", tmp_path / "mine.py", "--window-size", "8")
@@ -316,6 +316,7 @@ def test_a_fork_that_is_right_resumes(launcher, tmp_path, name):
     assert taken[-1] == whole[3]
 
 
+@pytest.mark.prove
 def test_the_rope_of_a_fork_may_change_where_it_is_allowed(launcher, tmp_path):
     (tmp_path / "mine.py").write_text(FORK.format(more=ROPE))
     argv = [*FLAGS, "--model-file", tmp_path / "mine.py", "--save", tmp_path / "saved"]
@@ -330,7 +331,7 @@ def test_the_rope_of_a_fork_may_change_where_it_is_allowed(launcher, tmp_path):
     assert "'rope_theta': 10000.0," in done.stdout and "'rope_theta': 20000.0," in done.stdout
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", sampled([1, 0], 2))
 def test_ranks_are_refused_together(launcher, tmp_path, rank):
     """Every rank ends with 2 where the file of one, as on its machine, has a mistake."""
     more = "def hf_names(model):\n    return {}\n"

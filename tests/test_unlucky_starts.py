@@ -337,7 +337,7 @@ NO_CHANGE = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(sorted(NO_CHANGE), 3))
+@pytest.mark.parametrize("name", sampled(sorted(NO_CHANGE), 6))
 def test_a_corpus_that_holds_what_it_did_is_read_on(launcher, tmp_path, name):
     def kind(rng: random.Random, folder: Path) -> Case:
         code = PUT_BACK.format(prefix=str(folder / "corpus"), change=NO_CHANGE[name])

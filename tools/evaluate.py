@@ -48,7 +48,6 @@ from training.data.files import write_text
 from training.files.owned import json_with
 from training.files.untrusted import nothing_downloaded, printable, sentence
 from training.run.device import set_arithmetic
-from training.run.output import open_tensorboard, open_wandb, write_scalars
 from training.run.process import as_process
 from training.run.rendezvous import meet
 from training.run.waiting import Progress, waiting
@@ -86,13 +85,6 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--output", metavar="DIR", help="write a file for each step's scores")
     add("--watch", type=integer(1), metavar="S", help="look each S seconds for a new checkpoint")
     add("--last-step", type=integer(1), metavar="N", help="with --watch: end after this step")
-    add(
-        "--tensorboard-dir",
-        metavar="DIR",
-        help="write scores as eval/TASK/METRIC at the run's step",
-    )
-    add("--wandb-project", metavar="NAME", help="log them to Weights & Biases")
-    add("--wandb-exp-name", metavar="NAME", help="the name of that run")
     add_tokenizer(parser, "the checkpoint's")
     parser.add_trust_owner()
     add(
@@ -113,48 +105,21 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     return args
 
 
-class Writer:
-    """Print and write scores, on rank 0."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.output = Path(args.output) if args.output else None
-        if self.output:
-            self.output.mkdir(parents=True, exist_ok=True)
-        folder, project = args.tensorboard_dir, args.wandb_project
-        self.tensorboard = open_tensorboard(folder, 0) if folder else None
-        about = {"load": args.load, "tasks": args.tasks, "num_fewshot": args.num_fewshot}
-        self.wandb = open_wandb(project, args.wandb_exp_name, about) if project else None
-
-    def write(self, name: str, step: int | None, scores: Scores, about: dict[str, Any]) -> None:
-        """Write a checkpoint's scores everywhere, its file last."""
-        print(f"{printable(name)}:")
-        for task, metrics in scores.items():
-            for metric, value in metrics.items():
-                if not metric.endswith("_stderr"):
-                    error = metrics.get(f"{metric}_stderr", math.nan)
-                    error_text = "" if math.isnan(error) else f" +- {error:.4f}"
-                    print(f"  {task:24} {metric:18} {value:.4f}{error_text}", flush=True)
-        numbers = {
-            f"eval/{task}/{metric}": value
-            for task, metrics in scores.items()
-            for metric, value in metrics.items()
-        }
-        if self.tensorboard is not None and step is not None:
-            write_scalars(self.tensorboard, numbers, step)
-            self.tensorboard.flush()
-        if self.wandb is not None:
-            self.wandb.log(numbers, step=step)
-        if self.output:
-            found = {"checkpoint": name, "step": step, **about, "scores": scores}
-            text = json.dumps(found, indent=1) + "\n"
-            write_text(self.output / f"{name}.json", text, json_with("checkpoint", "scores"))
-
-    def close(self) -> None:
-        """Close what is open."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+def write(
+    output: str | None, name: str, step: int | None, scores: Scores, about: dict[str, Any]
+) -> None:
+    """Print a checkpoint's scores, and write their file in `output`."""
+    print(f"{printable(name)}:")
+    for task, metrics in scores.items():
+        for metric, value in metrics.items():
+            if not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr", math.nan)
+                error_text = "" if math.isnan(error) else f" +- {error:.4f}"
+                print(f"  {task:24} {metric:18} {value:.4f}{error_text}", flush=True)
+    if output:
+        found = {"checkpoint": name, "step": step, **about, "scores": scores}
+        text = json.dumps(found, indent=1) + "\n"
+        write_text(Path(output) / f"{name}.json", text, json_with("checkpoint", "scores"))
 
 
 def evaluate(
@@ -241,9 +206,7 @@ def to_do(load: str, output: Path, passed_over: set[str]) -> list[str]:
     ]
 
 
-def watch(
-    args: argparse.Namespace, manager: Any, grid: Grid, device: torch.device, writer: Writer | None
-) -> None:
+def watch(args: argparse.Namespace, manager: Any, grid: Grid, device: torch.device) -> None:
     """Evaluate each checkpoint that appears, in order; one that is no longer whole is passed over.
 
     All ranks look at what rank 0 finds. Returns after --last-step, else never.
@@ -266,11 +229,11 @@ def watch(
             except (ValueError, OSError) as error:  # removed by the run's retention, or damaged
                 passed_over.add(name)
                 last = max(last, step_of(name) or 0)
-                if writer is not None:
+                if grid.rank == 0:
                     print(f"evaluate: {name} is skipped: {sentence(error)}", file=sys.stderr)
                 continue
-            if writer is not None:
-                writer.write(*done)
+            if grid.rank == 0:
+                write(args.output, *done)
             last = max(last, done[1] or 0)
         if not outcome.value:
             done_before = [step_of(file.stem) or 0 for file in Path(args.output).glob("*.json")]
@@ -283,6 +246,12 @@ def step_of(name: str) -> int | None:
     """Return the step that a directory's name says, or None for a Hugging Face folder's."""
     match = STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def make(output: str | None, rank: int) -> None:
+    """Make the folder of the scores, on rank 0."""
+    if output and not rank:
+        Path(output).mkdir(parents=True, exist_ok=True)
 
 
 def main(argv: Iterable[str] | None = None) -> int:
@@ -311,21 +280,15 @@ def main(argv: Iterable[str] | None = None) -> int:
             launch.check_rendezvous()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         at = device if launch.world > 1 else None
-        made: list[Writer] = []
-        failed = first_error(
-            together(lambda: made.append(Writer(args)) if grid.rank == 0 else None, grid.world, at)
-        )
+        failed = first_error(together(lambda: make(args.output, grid.rank), grid.world, at))
         if failed is not None:
             raise ValueError(failed.error)
-        writer = made[0] if made else None
         if args.watch:
-            watch(args, manager, grid, device, writer)
+            watch(args, manager, grid, device)
         else:
             done = evaluate(args, args.load, manager, grid, device)
-            if writer is not None:
-                writer.write(*done)
-        if writer is not None:
-            writer.close()
+            if grid.rank == 0:
+                write(args.output, *done)
     except BrokenPipeError:  # who reads the scores has left
         return 1
     except (ValueError, OSError) as error:

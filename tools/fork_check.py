@@ -20,8 +20,10 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,14 +41,17 @@ import torch.distributed as dist
 from model.load import load_model_file
 from mpu.launch import bind_loopback
 from mpu.torch_private import COMPILER, running_node
+from pretrain_llama import model_provider
 from tools.bisect.compare import Allowed
+from tools.bisect.record import FRAME
 from tools.bisect.side import Side
 from tools.bisect.sides import value_of
 from tools.bisect.verdict import Verdict, verdict_of
 from tools.forks.case import Case, Desk, describe_error
-from tools.forks.layouts import cases, sizes
+from tools.forks.layouts import NEEDS, cases, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
+from training.run.model_profile import model_profile
 from training.run.waiting import time_left, waiting
 
 # Imported once for all ranks: optimizers import the third, a comparison the fourth, if it is there.
@@ -66,12 +71,36 @@ def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> N
             case: Case = pipe.recv()
             faulthandler.dump_traceback_later(limit, exit=True, file=log)
             try:
-                answer: Answer = work(desk, case, rank, store, limit)
+                answer: Answer = explained(desk, case, rank, store, limit)
             except (Exception, SystemExit) as error:  # a model's file may call sys.exit
                 kind = "refused" if isinstance(error, ValueError) else "raised"
                 answer = {"error": describe_error(error, desk.model), "kind": kind}
             faulthandler.cancel_dump_traceback_later()
             pipe.send(answer)
+
+
+def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> Answer:
+    """Do a case. On one rank autograd keeps the lines of the forward pass, so that an error in
+    backward names one of the model's file, as a note.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.set_detect_anomaly(case.oracle, check_nan=False):
+                return work(desk, case, rank, store, limit)
+        except RuntimeError as error:
+            for text in (str(each.message) for each in said):
+                lines = [line for file, line in FRAME.findall(text) if file == desk.model]
+                if "Traceback of forward call" in text and lines:
+                    error.add_note(f"{Path(desk.model).name} line {lines[-1]}{again(error)}")
+            raise
+
+
+def again(error: BaseException) -> str:
+    """Say how a tensor that the loss overwrites is used a second time."""
+    if "modified by an inplace operation" not in str(error):
+        return ""
+    return "; the loss writes the gradient of the logits over them: use logits.clone() there"
 
 
 def log_of(desk: Desk, rank: int) -> Path:
@@ -189,6 +218,17 @@ def experts_of(model: str, own: Sequence[str]) -> int:
     return int(given) if given and given.isdigit() else default if isinstance(default, int) else 0
 
 
+def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
+    """Return the first sizes with which the model runs on one rank, or the usual ones."""
+    fields = load_model_file(desk.model).ModelConfig.__dataclass_fields__
+    every = [sizes(full, experts, fields, needs) for needs in NEEDS]
+    for some in every:
+        with suppress(Exception):
+            model_profile(replace(desk, sizes=some).config(one), model_provider)
+            return some
+    return every[0]
+
+
 def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
     """Return the cases, those of one rank first. Raises ValueError for a name that is none's.
 
@@ -238,9 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             running_node()
             experts = experts_of(model, own)
-            config = load_model_file(model).ModelConfig
-            desk.sizes = sizes(options.full, experts, config.__dataclass_fields__)
             some = chosen(options.full, options.only, experts > 0)
+            desk.sizes = fitting(desk, options.full, experts, some[0])
             for case in some:
                 if case.oracle:
                     desk.config(case)

@@ -280,7 +280,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     )
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
     add("--top-k", type=integer(), default=0, help="draw among the k likeliest tokens (0: all)")
-    add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
+    add("--top-p", type=float, default=1.0, help="draw among the likeliest, with sum p (1.0: all)")
     add("--seed", type=integer(0), default=1234, help="of the draws (1234)")
     add_tokenizer(parser, "the checkpoint's")
     parser.add_trust_owner()

@@ -123,10 +123,9 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         ),
     ),
     "small": (
-        "160 M parameters: CUDA graphs; losses of bf16 and of float8 on one text",
+        "160 M parameters: a step; losses of bf16 and of float8 on one text",
         (
             Row("step-160m", 60),
-            Row("step-160m-graph", 60, base="step-160m"),
             Row("curve-bf16", 150),
             *(Row(f"curve-{name}", 150, base="curve-bf16") for name in (
                 "fp8-tensorwise", "fp8-blockwise", "bf16-seed")),
@@ -150,7 +149,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         tuple(Row(f"run-{name}", 90, base="run-bf16") for name in (
             "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fused-linear-loss", "documents", "muon",
             "attention-flash", "attention-fused", "attention-unfused", "fp8-blockwise",
-            "fp8-rowwise", "cuda-graph")),
+            "fp8-rowwise")),
     ),
     "kernels": (
         "kernels, float8's products and attention against float64; a step of 2 layers",
@@ -164,7 +163,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         ),
     ),
     "trainer": (
-        "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload, graphs",
+        "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload",
         (
             pytest("test-nccl", 60, "tests/gpu/test_nccl.py"),
             pytest("test-activations", 150, "tests/gpu/test_activations.py"),

@@ -40,7 +40,6 @@ from forecast.planner.played import Worker
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
 from tools.command_line import Parser, error_line, integer, number
-from tools.pictures import plan as picture
 from training.run.waiting import Progress, waiting
 from training.settings.update_rules import RULES
 
@@ -135,8 +134,8 @@ def build_parser() -> Parser:
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
     parser.add_argument(
         "--measure", type=integer(1, 1000), metavar="N",
-        help="run the first N layouts, on mock data, and rank them by what is measured; those that "
-             "--measured has already are not run again",
+        help="run the first N layouts, on mock data, and rank them by measured speed; layouts in "
+             "--measured are not run again",
     )  # fmt: skip
     parser.add_argument(
         "--measure-steps", type=integer(2, 10_000), default=STEPS, metavar="N",
@@ -151,9 +150,6 @@ def build_parser() -> Parser:
         help="what starts the program on every rank, where torchrun on this machine does not: "
              "examples/measure.slurm",
     )  # fmt: skip
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw all layouts and the best step"
-    )
     return parser
 
 
@@ -180,8 +176,6 @@ def answer(args: argparse.Namespace) -> Answer:
         with Worker() as worker:
             plans = plans_of(args.model, cluster, question, progress=progress)
             gc.freeze()  # no search is garbage, and a recording collects what is
-            if args.svg is not None:
-                picture.draw(plans, args.svg)
             runs = candidates(plans, max(args.top, args.measure or 0), results)
             best = play(runs, worker, progress)
     fine = bool(best)

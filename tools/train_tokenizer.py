@@ -53,7 +53,7 @@ class Texts:
     on_bad_document: str | None = None
 
     def read(self, progress: Progress, bad: BadDocuments | None = None) -> Iterator[str]:
-        """Yield the documents, and count their bytes. bad: takes those that cannot be read."""
+        """Yield the documents, and count their bytes. bad: takes unreadable ones."""
         bad = bad or BadDocuments(self.on_bad_document)
         total = len(self.json_keys) * sum(file.stat().st_size for file in self.files)
         progress.begin("reading", total, "B")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out what tools/explain.py saw as streams side by side: what runs, what travels meanwhile.
+"""Lay out the events of tools/explain.py as streams side by side: compute, and transfers in flight.
 
 The order is observed, lengths are not: a matmul is one unit long, other operations between two
 matmuls or transfers are OTHERS together, UNDER where they alone hide a transfer. A transfer under

@@ -205,7 +205,7 @@ class Explainer:
         return Place(name, call, phase, None, "")
 
     def waits_at(self, place: Place) -> str:
-        """Return where the result of a call at `place` is waited for: a layer or a line."""
+        """Return which layer or line waits for the result of a call at `place`."""
         here, running = _site(), self.layers.running() if self.layers else ""
         if place.bucket is not None and running:
             return f"{running} ({here.use})"

@@ -33,7 +33,7 @@ MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ran
 class Times:
     """Seconds of steps: (micro-batches x slot + bubble) x jitter, and what follows them.
 
-    slot: F and B of a micro-batch on the slowest pipeline rank. bubble: the pipeline's ends.
+    slot: F and B of a micro-batch on the slowest pipeline rank. bubble: the pipeline's bubble.
     """
 
     slot: Array

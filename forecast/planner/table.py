@@ -23,12 +23,12 @@ TERMS = {  # kinds and axes of Timing, as they add up to a step
     "compute": ("compute of the rank", ("matmul", "attention", "passes")),
     "tp": ("exposed transfers of tp", ("tp", "tp_kv")),
     "cp": ("exposed transfers of cp", ("cp",)),
-    "ep": ("transfers of tokens to experts and back", ("ep",)),
-    "pp": ("messages between stages that are waited for", ("pp", "pp_back")),
-    "dp": ("exposed sums of gradients, gathers of weights, and other axes", ()),
+    "ep": ("exposed transfers of tokens to experts and back", ("ep",)),
+    "pp": ("exposed messages between stages", ("pp", "pp_back")),
+    "dp": ("exposed reductions of gradients and gathers of weights", ()),
     "copies": ("exposed copies to and from the host", ("copies", "host link")),
     "host": ("waiting for the host", ("host",)),
-    "bubble": ("the pipeline's ends", ("bubble",)),
+    "bubble": ("the pipeline's bubble", ("bubble",)),
     "update": ("the optimizer", ("update", "tp_dp_cp_shard", "ep_edp_shard")),
 }
 KINDS = {  # of the table: kinds of memory as --dry-run names them
@@ -96,32 +96,32 @@ def ranking(
         first, *rest = textwrap.wrap(text, COLUMNS - len(row) - 2)
         lines += [f"{row}  {first}", *(" " * (len(row) + 2) + part for part in rest)]
     lines.append(
-        f"Seconds, tokens, MFU and GPU-hours (for {tokens:.3g} tokens) are what --rehearse "
-        f"computes, and were measured by nobody: {doubt}. GB is what --dry-run says; free: "
-        f"of {cluster.memory / 1e9:.0f} GB, after what context and libraries take. dp, and "
-        "sequences of a micro-batch (b), are of the layout."
+        f"Seconds, tokens, MFU and GPU-hours (for {tokens:.3g} tokens) are computed as by "
+        f"--rehearse, and not measured: {doubt}. GB is computed as by --dry-run; free: of "
+        f"{cluster.memory / 1e9:.0f} GB, without the memory of context and libraries. b: the "
+        "micro-batch size of the layout."
     )
     if measured:
         lines.append(
-            "measured: tokens/s/GPU of a run on your ranks, the median of its steps, and how far "
-            "that is from what is computed"
+            "measured: tokens/s/GPU of a run on your GPUs, the median of its steps, and the "
+            "difference from the computed value"
         )
     for number, result in enumerate(known, 1):
         if result is not None and result.error:
             lines.append(f"{number} failed: {result.error}")
     if tight:
         lines.append(
-            f"!: less than {RISK:.0%} of a GPU is left, which fragments of the allocator or a "
-            "longer sequence can take: a risk"
+            f"!: less than {RISK:.0%} of the memory is free, which fragmentation or a longer "
+            "sequence may need"
         )
     lines += [*parts_of(best), *edges_of(best)]
     order, saved = faster(plans.model, cluster, best[0].flags)
     if order:
         lines.append(
-            f"{order}: its transfers take {saved:.3f} s less than in the usual order, if nothing "
-            "hides them; step s does not count that"
+            f"{order}: its transfers take {saved:.3f} s less than in the usual order, without "
+            "overlap; step s does not include that"
         )
-    lines.append(f"The first, with {EXAMPLE} as an example of what is yours to choose:")
+    lines.append(f"The first, with {EXAMPLE} as examples of your own choices:")
     return [*lines, *command_lines(best[0], order)]
 
 
@@ -206,7 +206,7 @@ def parts_of(runs: Sequence[Recorded]) -> list[str]:
     meanings = "; ".join(f"{key}: {meaning}" for key, (meaning, _) in TERMS.items())
     return [
         f"parts of the step of rank 0 ({meanings})", *aligned(steps),
-        "GB of the fullest pipeline rank at its peak", *aligned(memory),
+        "peak memory in GB, of the pipeline rank with the highest", *aligned(memory),
     ]  # fmt: skip
 
 
@@ -225,8 +225,8 @@ def edges_of(runs: Sequence[Recorded]) -> list[str]:
     return [
         f"margins (GB left: of the {cluster.limit / 1e9:.1f} GB available to a plan, and % of "
         f"the device's {cluster.memory / 1e9:.1f}; host GB left: of the "
-        f"{cluster.host / 1e9:,.0f} of a node that offloaded activations and state may take; host "
-        "busy: what the host needs to launch the step of rank 0, over the step)",
+        f"{cluster.host / 1e9:,.0f} GB of a node for offloaded activations and state; host busy: "
+        "the host's time to launch the step of rank 0, over the step time)",
         *aligned(rows),
     ]  # fmt: skip
 

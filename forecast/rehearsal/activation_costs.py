@@ -150,7 +150,7 @@ def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -
 
 
 def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:
-    """Return what travels in a step, whose timing this is."""
+    """Return the transfers of a step with this timing."""
     down = up = 0
     seconds = can_hide = 0.0
     copies = computing = waiting = 0.0  # of the action; `waiting`: kernels since its last wait

@@ -27,6 +27,7 @@ from forecast.rehearsal.kernels_of_cuda import has_kernel
 from forecast.rehearsal.order import Finding, order
 from forecast.rehearsal.places import phase_of
 from forecast.rehearsal.roofline import MATMULS, short_name
+from mpu.optim.offload import Offload
 
 if TYPE_CHECKING:
     from forecast.rehearsal.run import Rehearsed
@@ -69,7 +70,7 @@ def waits(seen: "Rehearsed") -> Iterator[Finding]:
         if type(event) is Action:
             phase = phase_of(event.words)
         elif type(event) is HostWait and not event.declared:
-            offloaded = phase == "update" and seen.run.optimizer.offload is not None
+            offloaded = phase == "update" and isinstance(seen.run.optimizer.home, Offload)
             if not offloaded:
                 what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
                 through = seen.recorder.chains.get(index, ())

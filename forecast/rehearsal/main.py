@@ -17,7 +17,6 @@ from forecast.device_file import Device
 from forecast.fit import gpu_of
 from forecast.rehearsal import (
     activation_costs,
-    graph,
     guard,
     report,
     triton_kernels,
@@ -162,11 +161,6 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         lacking = workspaces.not_counted(recorder.events)
     times: list[str] = []
     of_layers: list[str] = []
-    graphs: list[str] = []
-    graph_report = None
-    if seen.config.gpu.cuda_graph and seen.failure is None:
-        graph_report = graph.prove(recorder, seen.earlier(), step, seen.config.parallel)
-        recorder.found += graph_report.findings
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
         "world": seen.grid.world_size,
@@ -186,7 +180,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
         "activations": {},
-        "cuda_graph": graph_report.as_json() if graph_report else {},
+        "cuda_graph": {},  # of programs that had CUDA graphs
     }
     # with findings there may be no whole step; torch's operations in a kernel's place make one
     kinds = {finding["kind"] for finding in made["findings"]}
@@ -199,12 +193,10 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         moved = activation_costs.carried(step, device, timing)
         made["activations"] = activation_costs.as_json(table, moved)
         of_layers = activation_costs.lines(table, moved)
-        if graph_report is not None:
-            graphs = graph_report.lines(device)
         if path := seen.config.rehearse.rehearse_trace:
             write_text(path, json.dumps(chrome_trace(timing)), json_with("traceEvents"))
     heading = f"Rehearsal of rank {seen.grid.rank}: {seen.grid}, {made['device']}"
-    return made, report.text(made, heading, times, of_layers, graphs)
+    return made, report.text(made, heading, times, of_layers)
 
 
 def time_of(seen: Rehearsed, device: Device, step: Sequence[Event]) -> Timing:

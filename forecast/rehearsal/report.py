@@ -47,9 +47,8 @@ def text(
     heading: str,
     time: Sequence[str],
     activations: Sequence[str],
-    graphs: Sequence[str],
 ) -> str:
-    """Return the report that is printed. time, activations, graphs: the lines about them."""
+    """Return the report that is printed. time, activations: the lines about them."""
     lines = [heading, "", "Launches of the step, by part"]
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in made["launches"]:
@@ -82,8 +81,6 @@ def text(
         lines += ["", "Time, as the device's file predicts it", *(f"  {line}" for line in time)]
     if activations:
         lines += ["", "Activations of a layer, one micro-batch", *(f"  {x}" for x in activations)]
-    if graphs:
-        lines += ["", "CUDA graphs", *(f"  {x}" for x in graphs)]
     return "\n".join(lines)
 
 

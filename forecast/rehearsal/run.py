@@ -159,9 +159,7 @@ def rehearsable(config: Config, steps: int, few: int) -> Config:
         config.log, log_interval=1, tensorboard_dir=None, log_json=None, sample_interval=None,
         record_memory_history=False,
     )  # fmt: skip
-    # graphs are not captured here: the eager steps show whether they could be
-    gpu = replace(config.gpu, cuda_graph_warmup_steps=max(steps, 3))
-    return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, gpu=gpu)
+    return replace(config, data=data, checkpoint=checkpoint, run=run, log=log)
 
 
 @torch.no_grad()

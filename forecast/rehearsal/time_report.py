@@ -12,7 +12,7 @@ NAMES = {0: "compute"}  # of streams
 def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
     """Return the keys of `time` in the rehearsal's report; all times in seconds.
 
-    other: on the device's other end. The range goes from the shorter step to the longer one.
+    other: with the file's other values. The range goes from the shorter step to the longer one.
     """
     ends = sorted([timing, other or timing], key=lambda one: one.step_seconds)
     return {
@@ -30,13 +30,13 @@ def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
 
 
 def lines(timing: Timing, device: Device, other: Timing | None = None) -> list[str]:
-    """Return the timing as text, a line for each fact. other: on the device's other end."""
+    """Return the timing as text, a line for each fact. other: with the file's other values."""
     step = timing.step_seconds
     out = [
         f"{1e3 * step:.1f} ms a step on {device.name}, MFU {100 * timing.mfu:.1f} %",
         *(
-            f"{1e3 * end.step_seconds:.1f} ms, MFU {100 * end.mfu:.1f} %, by the file's other end: "
-            "no card has been measured"
+            f"{1e3 * end.step_seconds:.1f} ms, MFU {100 * end.mfu:.1f} %, with the device "
+            "file's other values: no GPU of this type has been measured"
             for end in [other]
             if end
         ),

@@ -87,7 +87,7 @@ def all_to_all(
     splits: Splits | None = None,
     label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
-    """Send each rank its rows of dim 0; return those that came, from the ranks in order.
+    """Send each rank its rows of dim 0; return the received rows, in rank order.
 
         rank 0   a0 a1           rank 0   a0 b0
         rank 1   b0 b1     ->    rank 1   a1 b1

@@ -18,7 +18,7 @@ from mpu.worker import Worker
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
-    """Start sending x to the axis' rank `to`; x must not change before the handle is waited for."""
+    """Start sending x to the axis' rank `to`; x must not change before `wait` of the handle."""
     return axis.required_transport.send(x, axis, to, label)
 
 

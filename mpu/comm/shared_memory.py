@@ -121,7 +121,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_to_all(
         self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Write the rows for other ranks; copy out those that they wrote for this one.
+        """Write the rows for other ranks; copy out the rows for this rank.
 
         Uneven splits are compared by all ranks before the call returns, async_op or not.
         """

@@ -58,20 +58,18 @@ class Exchange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which row is whose.
+    """Which row belongs to which token and expert.
 
-    choice: the experts of each of this rank's tokens [T, k]. counts: rows of each expert of this
-    rank. flat: the pair, token x k + j, of each row; of the rows to be sent, where there is an
-    exchange. place: the row of each pair [T, k], where there is none a number past the last row.
-    AllGather: flat and place count the tokens of all ranks of ep. padded: some rows may be of no
-    pair: zeros, whose number in flat is past the last pair.
+    A pair is a token and one of its experts, numbered token x k + j. AllGather: `flat` and `place`
+    count the tokens of all ranks of ep.
     """
 
-    choice: Tensor
-    counts: Counts
-    flat: Tensor
-    place: Tensor
+    choice: Tensor  # the experts of each of this rank's tokens [T, k]
+    counts: Counts  # rows of each expert of this rank
+    flat: Tensor  # the pair of each row; with an exchange, of the rows to be sent
+    place: Tensor  # the row of each pair [T, k]; past the last row where it has none
     exchange: Exchange | None = None
+    # some rows belong to no pair: zeros, whose number in `flat` is past the last pair
     padded: bool = False
 
 

@@ -5,6 +5,7 @@
     Parts        a rank's parts of the weights: segments of flat buckets, slices of matrices
     Updater      the rule at work on these parts: their state, and the update
     Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
+    StateHome    where masters and state are, and who makes the update
 
 Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
 optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"). mpu/optim/adam.py
@@ -79,7 +80,7 @@ class Parts:
 
 
 class Updater(ABC):
-    """An update rule at work on segments.
+    """Applies an update rule to this rank's parts.
 
     groups: dicts as in Parts, with "lr", which is read at every step.
     """
@@ -216,6 +217,75 @@ class Group:
     decoupled: bool = False
     divisor: float = 1.0
     lr_mult: float = 1.0
+
+
+class StateHome:
+    """Where masters and state are, and who makes the update: here both are the device's.
+
+    Offload (mpu/optim/offload.py) has them in host memory, and the host makes the update.
+    StateOffload (mpu/optim/state_offload.py) has them there between steps.
+
+    gradients, weights: the owned part of each bucket on the device, the same tensors at every step.
+    dtype: of masters. The updaters work on the attributes `gradients` and `masters`.
+    """
+
+    def __init__(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        self.gradients, self.weights = list(gradients), list(weights)
+        self.masters = [w if w.dtype == dtype else w.to(dtype) for w in weights]
+
+    def together(self) -> list[list[int]]:
+        """Return which buckets are updated together: all of them."""
+        return [[*range(len(self.gradients))]]
+
+    def update(
+        self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Step updaters[i] on the i-th buckets of `together`. factor, found_inf: as Updater.step
+        takes them, on the device.
+        """
+        for here in updaters:
+            for updater in here:
+                updater.start(factor, found_inf)
+            for updater in here:
+                updater.step(factor, found_inf)
+
+    def round(self, changed: Sequence[int]) -> None:
+        """Let the weights be the masters, rounded, after `update`. changed: the buckets of which
+        rows of masters were multiplied since.
+        """
+        self.weights_from_masters()
+
+    def leave(self) -> None:
+        """Note that masters and state are not needed until the next update."""
+
+    def rest(self) -> None:
+        """Let masters and state be where `at_rest` reads and writes them."""
+
+    def at_rest(self, x: Tensor) -> Tensor:
+        """Return a master's or a state's values where they are between steps, as a view."""
+        return x
+
+    def masters_to_read(self) -> list[Tensor]:
+        """Return the masters of each bucket, where their values are now."""
+        return self.masters
+
+    def weights_from_masters(self) -> None:
+        """Round the masters into the weights, after an update or after masters were loaded."""
+        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
+            if master.dtype != weight.dtype:
+                weight.copy_(master)
+
+    def masters_from_weights(self) -> None:
+        """Widen the weights into the masters, after the weights alone were loaded."""
+        self.rest()
+        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
+            if master is not weight:
+                master.copy_(weight)
+
+    def loaded(self) -> None:
+        """Go on from a checkpoint that was loaded, masters too where weights are narrower."""
 
 
 def divided(rate: float, group: Mapping[str, Any]) -> float:

@@ -81,7 +81,7 @@ class MatrixUpdater(SegmentUpdater):
     def prepare(
         self, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what travels of a slice, and the slice's new state; change nothing in place."""
+        """Return a slice's part of the message, and its new state; change nothing in place."""
 
     @abstractmethod
     def full_update(self, matrix: Tensor, which: FullMatrix) -> Tensor:
@@ -126,7 +126,7 @@ class MatrixUpdater(SegmentUpdater):
         self._last = None
 
     def _send(self, round_: "_RankRound") -> tuple[Tensor, Handle]:
-        """Update a bucket's state, and start what travels to its owners."""
+        """Update a bucket's state, and start its messages to the owners."""
         assert self._last is not None
         factor, found_inf = self._last
         travels: dict[str, Tensor] = {}

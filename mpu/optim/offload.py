@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep masters and optimizer state in host memory (`--optimizer-cpu-offload`).
+"""Keep masters and optimizer state in host memory, and update there (`--optimizer-cpu-offload`).
 
 Gradients come down, the host updates, and new weights go up. The buckets' turns overlap:
 
@@ -8,8 +8,7 @@ Gradients come down, the host updates, and new weights go up. The buckets' turns
     up stream                                weights 0  | weights 1 | weights 2
 
 The host waits for the gradients, so an offloaded step ends when the device has caught up. On a CPU
-device the same code makes plain copies. The CUDA branch has not run yet: tests/gpu compares its
-bits with the CPU's.
+device the same code makes plain copies.
 """
 
 from collections.abc import Sequence
@@ -18,19 +17,16 @@ import torch
 from torch import Tensor
 
 from mpu.host_memory import ALIGN, HostMemory
-from mpu.optim.interface import Updater
+from mpu.optim.interface import StateHome, Updater
 
 
-class Offload:
-    """The host's tensors of every bucket: its gradient, its master, and the master rounded.
-
-    gradients, weights: the owned part of each bucket on the device, the same tensors at every step;
-    gradients are in the accumulation dtype, as are the host's. The buckets' updaters work on the
-    attributes `gradients` and `masters`.
+class Offload(StateHome):
+    """Masters and state in host memory, which makes the update: a bucket's gradient, its master,
+    and the master rounded. Gradients are in the accumulation dtype, as are the host's.
     """
 
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self._gradients, self._weights = gradients, weights
+        self._gradients, self.weights = list(gradients), list(weights)
         device = gradients[0].device
         many = sum(
             2 * g.nbytes + w.nbytes * (w.dtype != g.dtype) + 3 * ALIGN
@@ -49,13 +45,16 @@ class Offload:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.masters_from_weights()
 
+    def together(self) -> list[list[int]]:
+        """Return which buckets are updated together: each one by itself, as its gradients come."""
+        return [[i] for i in range(len(self.gradients))]
+
     def update(
         self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
     ) -> None:
         """Step updaters[i] on bucket i's host tensors for every i, and send the weights up.
 
-        factor, found_inf: as Updater.step takes them, on the device. Work queued on the current
-        stream after this sees the new weights.
+        Work queued on the current stream after this sees the new weights.
         """
         down, up = self._streams or (None, None)
         arrived = []
@@ -77,23 +76,23 @@ class Offload:
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)
 
-    def send(self, buckets: Sequence[int]) -> None:
-        """Send the weights of some buckets again, whose masters have changed since `update`."""
-        for i in buckets:
+    def round(self, changed: Sequence[int]) -> None:
+        """Send the weights of the changed buckets again."""
+        for i in changed:
             self._send(i)
 
     def _send(self, i: int) -> None:
         """Round master i on the host, so that only weights travel, and start its copy up."""
         if self._rounded[i] is not self.masters[i]:
             self._rounded[i].copy_(self.masters[i])
-        self._weights[i].copy_(self._rounded[i], non_blocking=True)
+        self.weights[i].copy_(self._rounded[i], non_blocking=True)
 
     def weights_from_masters(self) -> None:
         """Round the masters into the weights, after masters were loaded."""
         for i in range(len(self.masters)):
             self._send(i)
 
-    def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, at the start and after weights were loaded."""
-        for master, weight in zip(self.masters, self._weights, strict=True):
-            master.copy_(weight)
+    def loaded(self) -> None:
+        """Go on from a checkpoint; of weights as wide as the masters it has no other masters."""
+        if all(w.dtype == m.dtype for w, m in zip(self.weights, self.masters, strict=True)):
+            self.masters_from_weights()

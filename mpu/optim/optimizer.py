@@ -19,6 +19,7 @@ from mpu.optim.interface import (
     Group,
     Matrix,
     Parts,
+    StateHome,
     Updater,
     UpdateRule,
     full_matrix_groups,
@@ -69,20 +70,18 @@ class Optimizer:
         self.sink, self.grid, self.clip = sink, grid, clip
         grads = [bucket.grad_shard for bucket in sink.buckets]
         weights = [bucket.param_shard for bucket in sink.buckets]
-        self.offload = Offload(grads, weights) if cpu_offload and grads else None
-        if self.offload:
-            grads, self._masters = self.offload.gradients, self.offload.masters
-        else:  # masters of the owned part, in the accumulation dtype
-            self._masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
-        # what is updated together: all buckets, or with offload each one as its gradients come
-        each = [[i] for i in range(len(grads))] if self.offload else [[*range(len(grads))]]
+        self.home: StateHome
+        if cpu_offload and grads:
+            self.home = Offload(grads, weights)
+        else:
+            self.home = (StateOffload if state_offload else StateHome)(grads, weights, sink.dtype)
         self.segments: list[list[Segment]] = []  # of each bucket
-        self.updaters: list[list[Updater]] = []  # of each of `each`, one a rule
+        self.updaters: list[list[Updater]] = []  # of each of `home.together()`, one a rule
         # what a stage without an updater counts, as nothing trains in it
         self._idle_steps = torch.zeros((), dtype=torch.float64, device=sink.device)
         self.plans = self._plans(groups)
-        for buckets in each:
-            self._add(buckets, grads, groups)
+        for buckets in self.home.together():
+            self._add(buckets, groups)
         self.norm = GlobalNorm(module, sink.buckets, grid, sink.device)
         self._norm_of_weights = self.norm
         if sink.frozen.names:
@@ -90,26 +89,20 @@ class Optimizer:
         # of the last `step`, before its scale and clipping: parts of the norm, and that scale
         self.grad_squares = torch.zeros(())
         self.grad_scale: Tensor | None = None
-        self.state_offload = self._state_offload() if state_offload else None
-
-    def _state_offload(self) -> StateOffload:
-        """Return what keeps masters and state in host memory between steps, and tell buckets."""
-        states = [
-            [master, *(t for s in segments for t in s.updater.state(s.weights).values())]
-            for master, segments in zip(self._masters, self.segments, strict=True)
-        ]
-        made = StateOffload(states, [bucket.param_shard for bucket in self.sink.buckets])
-        for bucket, state in zip(self.sink.buckets, made.buckets, strict=True):
-            bucket.state = state
-        return made
+        if isinstance(self.home, StateOffload):
+            self.home.keep(
+                [
+                    [master, *(t for s in here for t in s.updater.state(s.weights).values())]
+                    for master, here in zip(self.home.masters, self.segments, strict=True)
+                ]
+            )
+            for bucket, state in zip(sink.buckets, self.home.buckets, strict=True):
+                bucket.state = state
 
     @property
     def masters(self) -> list[Tensor]:
         """Return the masters of each bucket, to be read: in host memory if they are there."""
-        if self.state_offload is None or self.state_offload.on_device:
-            return self._masters
-        self.state_offload.rest()
-        return [self.state_offload.home(master) for master in self._masters]
+        return self.home.masters_to_read()
 
     def _plans(self, groups: Mapping[str, Group]) -> dict[UpdateRule, Plan]:
         """Return the owners of matrices, for each rule of full matrices."""
@@ -124,14 +117,14 @@ class Optimizer:
                 plans[rule] = plan_of(layouts, placements, mine, rule.split, members)
         return plans
 
-    def _add(self, buckets: list[int], grads: list[Tensor], groups: Mapping[str, Group]) -> None:
+    def _add(self, buckets: list[int], groups: Mapping[str, Group]) -> None:
         """Make the updaters of some buckets, and their segments."""
         of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
         matrices: dict[UpdateRule, list[Matrix]] = {}
         full_groups = full_matrix_groups(groups)
         cut: list[list[tuple[int, int, nn.Parameter, UpdateRule]]] = []
         for i in buckets:
-            bucket, master = self.sink.buckets[i], self._masters[i]
+            bucket, master = self.sink.buckets[i], self.home.masters[i]
             cut.append([])
             segment_at: dict[int, nn.Parameter] = {}
             for first, last, name in bucket.layout.runs(full_groups):
@@ -154,7 +147,7 @@ class Optimizer:
                     continue
                 own = slice(low - bucket.low, high - bucket.low)
                 segment = segment_at[first] = nn.Parameter(master[own])
-                segment.grad = grads[i][own]
+                segment.grad = self.home.gradients[i][own]
                 found["params"].append(segment)
                 cut[-1].append((low, high, segment, group.rule))
             for each in _matrices(bucket, full_groups, segment_at):
@@ -211,36 +204,26 @@ class Optimizer:
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
                 group["lr"] = rate_of(group, lr, decoupled_lr)
-        if self.offload:
-            self.offload.update(self.updaters, factor, found_inf)
-            self.offload.send(self._multiply_rows())
-            self.sink.gather_weights()
-            return norm, found_inf
-        if self.state_offload:
-            self.state_offload.arrive()
-        (updaters,) = self.updaters
-        if not updaters:
+        if not any(self.updaters):
             self._idle_steps += 1 - found_inf.double()
-        for updater in updaters:
-            updater.start(factor, found_inf)
-        for updater in updaters:
-            updater.step(factor, found_inf)
-        self._multiply_rows()
-        self.weights_from_masters()
-        if self.state_offload:
-            self.state_offload.send()
+        self.home.update(self.updaters, factor, found_inf)
+        self.home.round(self._multiply_rows())
+        self.sink.gather_weights()
+        self.home.leave()
         return norm, found_inf
 
     @torch.no_grad()
     def _multiply_rows(self) -> list[int]:
-        """Multiply rows of masters and weights that this rank owns, as QK-clip asks.
+        """Multiply rows of masters that this rank owns, as QK-clip asks.
 
         Returns the buckets that have such rows.
         """
         touched, rows = [], dict[nn.Parameter, Tensor]()
         for state in self.sink.step_states:
             rows.update(state.row_factors())
-        for i, (bucket, master) in enumerate(zip(self.sink.buckets, self._masters, strict=True)):
+        for i, (bucket, master) in enumerate(
+            zip(self.sink.buckets, self.home.masters, strict=True)
+        ):
             for _, param, start in bucket.params if rows else ():
                 low, high = max(start, bucket.low), min(start + param.numel(), bucket.high)
                 if param not in rows or low >= high:
@@ -248,27 +231,17 @@ class Optimizer:
                 own = slice(low - bucket.low, high - bucket.low)
                 factors = rows[param].to(master.device, master.dtype)
                 multiply_rows(master[own], low - start, param.numel() // len(factors), factors)
-                if not self.offload and bucket.param_shard.dtype != master.dtype:
-                    bucket.param_shard[own] = master[own]
                 touched.append(i)
         return list(dict.fromkeys(touched))
 
     def weights_from_masters(self) -> None:
         """Round the masters into the weights, after an update or a load; gather the weights."""
-        if self.offload:
-            self.offload.weights_from_masters()
-        for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
-            if master.dtype != bucket.param_shard.dtype and not self.offload:
-                bucket.param_shard.copy_(master)
+        self.home.weights_from_masters()
         self.sink.gather_weights()
 
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
-        if self.state_offload:
-            self.state_offload.rest()
-        for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
-            if master is not bucket.param_shard:
-                master.copy_(bucket.param_shard)
+        self.home.masters_from_weights()
 
     @property
     def steps(self) -> int:
@@ -281,8 +254,7 @@ class Optimizer:
         self._idle_steps.fill_(steps)
         for updater in (updater for some in self.updaters for updater in some):
             updater.set_steps(steps)
-        if self.offload and all(b.param_shard.dtype == self.sink.dtype for b in self.sink.buckets):
-            self.offload.masters_from_weights()  # the checkpoint has no separate masters
+        self.home.loaded()
         for state in self.sink.step_states:
             state.loaded()
 
@@ -303,8 +275,7 @@ class Optimizer:
         values: the owned elements [first, first + n) of the flattened local parameter, as a view:
         writing to it loads the state. There are masters only where weights have another dtype.
         """
-        if self.state_offload:
-            self.state_offload.rest()
+        self.home.rest()
         for bucket, master, segments in zip(
             self.sink.buckets, self.masters, self.segments, strict=True
         ):
@@ -313,8 +284,7 @@ class Optimizer:
                     yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
                 segment = next(s for s in segments if s.low <= low and high <= s.high)
                 for kind, values in segment.updater.state(segment.weights).items():
-                    if self.state_offload:
-                        values = self.state_offload.home(values)
+                    values = self.home.at_rest(values)
                     yield name, kind, low - start, values[low - segment.low : high - segment.low]
 
     def tensors_by_kind(self) -> dict[str, list[Tensor | None]]:
@@ -324,7 +294,7 @@ class Optimizer:
         return {
             "parameters": [t for b in every for t in (b.param_shard, b.weights)],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
-            "masters": [*self._masters],
+            "masters": [*self.home.masters],
             "moments": [t for s in segments for t in s.updater.state(s.weights).values()],
         }
 

@@ -151,7 +151,7 @@ def _label(place: Placement, first: int, fused: int) -> str:
 
 
 class Member(NamedTuple):
-    """A rank among those that share an instance: its place on the cutting axis, and its share."""
+    """A rank of an optimizer instance: its place on the cutting axis, and its shard."""
 
     cut: int
     share: int
@@ -212,7 +212,7 @@ class Plan:
                     yield places[member], member, *self.range_of(matrix, member)
 
     def sources(self, number: int) -> Iterator[tuple[int, Member, int, int]]:
-        """Yield, as `holders` does, those that send their part to the owner: each element once."""
+        """Yield, as `holders` does, the ranks that send to the owner: each element once."""
         for found in self.holders(number):
             if self.is_source(number, found[1]):
                 yield found

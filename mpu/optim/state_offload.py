@@ -14,7 +14,7 @@ and get it back, so an updater's tensors stay the same objects, whatever the opt
 copied and no bit changes. On a CPU the same code makes plain copies.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mpu.host_memory import ALIGN, HostMemory
+from mpu.optim.interface import StateHome, Updater
 
 Stream = torch.cuda.Stream | None  # None on a CPU
 Event = torch.cuda.Event | None
@@ -54,7 +55,7 @@ class BucketState:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that travel each way in a step."""
+        """Return the bytes copied in each direction in a step."""
         return sum(self._sizes)
 
     def fetch(self) -> None:
@@ -121,15 +122,14 @@ class BucketState:
             self._over.wait()
 
 
-class StateOffload:
-    """The state of all buckets.
+class StateOffload(StateHome):
+    """Masters and state in host memory between steps; the device makes the update."""
 
-    states: of each bucket the tensors that go to host memory. on_device: tensors that do not, as
-    weights that are their own masters.
-    """
-
-    def __init__(self, states: Sequence[Sequence[Tensor]], on_device: Collection[Tensor]) -> None:
-        found = {id(x.untyped_storage()) for x in on_device}
+    def keep(self, states: Sequence[Sequence[Tensor]]) -> None:
+        """Take the tensors of each bucket that go to host memory; weights stay on the device, also
+        those that are their own masters.
+        """
+        found = {id(x.untyped_storage()) for x in self.weights}
         flats: list[list[Tensor]] = []
         for tensors in states:
             flats.append([])
@@ -156,13 +156,22 @@ class StateOffload:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that travel each way in a step."""
+        """Return the bytes copied in each direction in a step."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    @property
-    def on_device(self) -> bool:
-        """Return whether the device's tensors have their values."""
-        return all(bucket.at in (At.DEVICE, At.DOWN) for bucket in self.buckets)
+    def masters_to_read(self) -> list[Tensor]:
+        """Return the masters of each bucket, on the device as long as it has their values."""
+        if all(bucket.at in (At.DEVICE, At.DOWN) for bucket in self.buckets):
+            return self.masters
+        self.rest()
+        return [self.at_rest(master) for master in self.masters]
+
+    def update(
+        self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Make the update once all state has arrived."""
+        self.arrive()
+        super().update(updaters, factor, found_inf)
 
     def arrive(self) -> None:
         """Let the current stream wait until all state is on the device, for an update."""
@@ -171,7 +180,7 @@ class StateOffload:
         for bucket in self.buckets:
             bucket.arrive()
 
-    def send(self) -> None:
+    def leave(self) -> None:
         """Start to copy all state to the host, after an update."""
         for bucket in reversed(self.buckets):  # about the order of the next forward
             bucket.send()
@@ -181,7 +190,7 @@ class StateOffload:
         for bucket in self.buckets:
             bucket.rest()
 
-    def home(self, x: Tensor) -> Tensor:
+    def at_rest(self, x: Tensor) -> Tensor:
         """Return a tensor's values in host memory, as a view; `x` itself where it does not move."""
         flat = self._home.get(id(x.untyped_storage()))
         if flat is None:

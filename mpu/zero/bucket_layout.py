@@ -71,22 +71,17 @@ def sharing_of(cut: str, ranks: int, shard: int, zero_stage: int) -> Sharing:
 
 
 class ParamEntry(NamedTuple):
-    """One parameter of this rank.
-
-    chunk: its pipeline chunk. axes: those over which its gradient is summed before the ranks that
-    share it are. cut: the axis that cuts it. group: the group that the model puts it in, for the
-    optimizer. late: its last gradient comes after those of all other parameters of the rank.
-    frozen: it has no gradient, and is summed over no axes.
-    """
+    """One parameter of this rank."""
 
     name: str
     numel: int
-    chunk: int = 0
+    chunk: int = 0  # its pipeline chunk
+    # axes over which its gradient is reduced before the data-parallel ranks
     axes: tuple[str, ...] = ()
-    cut: str = "tp"
-    group: str = ""
-    late: bool = False
-    frozen: bool = False
+    cut: str = "tp"  # the axis that cuts it
+    group: str = ""  # the model's parameter group, for the optimizer
+    late: bool = False  # its last gradient comes after those of all other parameters of the rank
+    frozen: bool = False  # it has no gradient, and is reduced over no axis
 
     def as_frozen(self) -> "ParamEntry":
         """Return what a frozen parameter has of this."""
@@ -118,19 +113,16 @@ def entries_of(
 
 
 class BucketLayout(NamedTuple):
-    """One bucket: (name, offset, numel) of its parameters, and its padded length in elements.
+    """One bucket of parameters."""
 
-    axes: over which its gradients are summed before the ranks of `sharing`. groups: those of its
-    parameters. late, frozen: as ParamEntry has them, of all of them.
-    """
-
-    params: tuple[tuple[str, int, int], ...]
-    length: int
+    params: tuple[tuple[str, int, int], ...]  # (name, offset, numel) of each
+    length: int  # padded, in elements
+    # axes over which its gradients are reduced before the ranks of `sharing`
     axes: tuple[str, ...] = ()
     sharing: Sharing = Sharing()
-    groups: tuple[str, ...] = ()
-    late: bool = False
-    frozen: bool = False
+    groups: tuple[str, ...] = ()  # of its parameters
+    late: bool = False  # as in ParamEntry, for all of them
+    frozen: bool = False  # as in ParamEntry, for all of them
 
     @property
     def own(self) -> int:

@@ -12,7 +12,7 @@ parameter p has given its gradient. Frozen parameters are in buckets of their ow
 which have weights alone and which nobody sums.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -344,14 +344,6 @@ class ParamAndGradBuffer(GradientSink):
             "without --overlap-grad-reduce and --zero-reduce-each-microbatch sums begin after the "
             "last micro-batch"
         )
-
-    def note_replay(self, written: Collection[nn.Parameter]) -> None:
-        """Count a micro-batch that a CUDA graph runs, with the parameters that it is the first
-        to write.
-        """
-        self.written.update(written)
-        for bucket in self.buckets:
-            bucket.waiting -= bucket.uses
 
     def _leave(self, bucket: ParamAndGradBucket) -> None:
         """Start the sum of a bucket, and the next collective of the bucket that left before it."""

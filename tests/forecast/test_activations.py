@@ -126,7 +126,7 @@ def test_activations_are_what_the_model_keeps(more):
 @pytest.mark.parametrize(
     "more", sampled(["--seq-length 128 --micro-batch-size 1", "--bf16", ""], 3)
 )
-@pytest.mark.parametrize("tp", ["", SP, SP.replace("--sequence-parallel", "")])
+@pytest.mark.parametrize("tp", sampled([SP, "", SP.replace("--sequence-parallel", "")], 2))
 def test_activations_by_hand(more, tp):
     config, (rank,) = recorded(f"{more} {tp}", 2 if tp else 1)
     m, t, b = config.model, config.parallel.tensor_model_parallel_size, config.batch
@@ -138,7 +138,7 @@ def test_activations_by_hand(more, tp):
     assert rank.most(LOGITS) == logits
 
 
-@pytest.mark.parametrize("more", ["", "--recompute-num-layers 4"])
+@pytest.mark.parametrize("more", sampled(["--recompute-num-layers 4", ""], 2))
 def test_what_runs_again_is_there_with_its_gradients(more):
     full = f"--recompute-granularity full {more} --num-layers 8 --seq-length 128"
     config, (rank,) = recorded(full)
@@ -147,7 +147,8 @@ def test_what_runs_again_is_there_with_its_gradients(more):
     assert is_few(rank.most(WORKING) - worked)
 
 
-@pytest.mark.parametrize("more", sampled(["--bf16", ""], 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("more", ["--bf16", ""])
 def test_what_waits_for_w_by_hand(more):
     """Inputs and gradients of a layer's four matrices; at the ends also those of the embedding, its
     tokens with them, and of the head.
@@ -216,7 +217,8 @@ def test_recomputed_layers_are_kept_once_while_they_run_again():
     assert layer < fullest < layer + 3 * gradients(config)
 
 
-@pytest.mark.parametrize("v", sampled([1, 2], 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("v", [1, 2])
 def test_what_the_output_layer_defers(v):
     """The gradient of its logits and its input, of each micro-batch: all of them wait."""
     more = f"--num-virtual-stages-per-pipeline-rank {v} " * (v > 1) + UNTIED

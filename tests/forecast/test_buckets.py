@@ -15,6 +15,7 @@ from forecast.recording import record
 from model.llama import SIZES
 from mpu.param import placement_of
 from pretrain_llama import model_provider
+from tests.sampling import sampled
 from tests.training.small_llama import TIES, build, read
 from training.run import matrices
 from training.run.model_profile import model_profile
@@ -41,7 +42,7 @@ def test_flops_by_hand(more):
 
 @pytest.mark.parametrize(
     "name,billions",
-    [("llama2-7b", 6.738), ("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3.1-405b", 405.85)],
+    [("llama2-7b", 6.738), ("llama3.1-405b", 405.85)],
 )
 def test_known_models_have_their_known_sizes(name, billions):
     size = SIZES[name]
@@ -77,7 +78,7 @@ def blocks(flats):
     return [flat.length // K for flat in flats]
 
 
-@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("tie", sampled(TIES, 2))
 @pytest.mark.parametrize(
     "line,world",
     [

@@ -14,6 +14,7 @@ import pretrain_llama
 from forecast.recording import ACTIVATIONS, GATHERED, UNSHARDED, record
 from forecast.traffic import rows
 from mpu.pipeline.schedules import Action
+from tests.sampling import sampled
 from tests.training.small_llama import read
 
 K = 1024
@@ -55,7 +56,9 @@ def recorded(more, world=4, rank=0):
     return record(read(more, world), pretrain_llama, [rank])[rank]
 
 
-@pytest.mark.parametrize("more,world,rank,sizes", MOMENTS, ids=[m[0] or "tied" for m in MOMENTS])
+@pytest.mark.parametrize(
+    "more,world,rank,sizes", sampled(MOMENTS, 3), ids=[m[0] or "tied" for m in MOMENTS]
+)
 def test_the_fullest_moment(more, world, rank, sizes):
     found = recorded(more, world, rank)
     assert (found.most(UNSHARDED), found.most(GATHERED)) == tuple(4 * K * n for n in sizes)
@@ -91,7 +94,7 @@ def test_the_gradient_of_tied_look_ups_waits_for_the_next_micro_batch():
 
 @pytest.mark.parametrize(
     "more,order",
-    [
+    sampled([
         (UNTIED, [4, 3, 2, 1, 0, 1, 2, 3]),
         ("", [4, 3, 2, 1, 0, 4, 0, 1, 2, 3]),  # the head's weight is the embedding's
         (f"{UNTIED} --recompute-granularity full", [4, 3, 2, 1, 0, 1, 2, 3]),
@@ -103,8 +106,8 @@ def test_the_gradient_of_tied_look_ups_waits_for_the_next_micro_batch():
             f"{UNTIED} --recompute-granularity full --recompute-num-layers 2",
             [4, 3, 2, 1, 0, 1, 3, 2, 3],
         ),
-    ],
-)
+    ], 3),
+)  # fmt: skip
 def test_the_order_of_uses(more, order):
     """Each is gathered as it is used, where nothing is gathered ahead."""
     transfers = recorded(f"--zero-stage 3 {more}").recorder.transfers
@@ -122,15 +125,15 @@ def gathers(more, rank=0):
 
 @pytest.mark.parametrize(
     "more,layers,ends",
-    [
+    sampled([
         ("", 6, 2),
         (TWO, 12, 4),
         # the layers next to the turns, last to first and first to next step's, are still there
         (AHEAD, 5, 2),
         (f"{AHEAD} {TWO}", 9, 4),
         ("--recompute-granularity full --recompute-num-layers 3", 8, 2),
-    ],
-)
+    ], 3),
+)  # fmt: skip
 def test_gathers_of_a_step(more, layers, ends):
     assert gathers(f"--zero-stage 3 {UNTIED} {more}") == {32 * K: layers, 20 * K: ends}
 

@@ -20,6 +20,7 @@ from mpu.param import unique_parameters
 from pretrain_llama import model_provider
 from tests.model.test_worked_forks import case_of, equal
 from tests.model.twin import run_cases
+from tests.sampling import sampled
 from training.flags.parse import parse
 from training.settings.layer_options import recompute_of
 
@@ -105,7 +106,7 @@ def same(got: Any, want: Any, what: str) -> None:
         assert (got[1][name] - grad).norm() <= 1e-10 * grad.norm(), f"{what}: {name}"
 
 
-@pytest.mark.parametrize("name", ["copy", *SCALED])
+@pytest.mark.parametrize("name", sampled(["copy", *SCALED], 2))
 def test_a_flag_is_obeyed_or_refused(tmp_path, name):
     path = fork(tmp_path, name)
     want = step(path, "")
@@ -176,7 +177,7 @@ PASSED_BY = {  # what a fork does, and the flags that no longer reach anything
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PASSED_BY)
+@pytest.mark.parametrize("name", sampled([*PASSED_BY], 2))
 def test_a_flag_that_reaches_nothing_is_refused(tmp_path, name):
     edits, flags = PASSED_BY[name]
     path = fork(tmp_path, name, edits)

@@ -33,7 +33,7 @@ from tools.gpu_summary import SKIPPED, append  # noqa: E402
 UNUSED = ("xxhash", "safetensors")  # imported by checkpoints and data, which no row here reads
 RUNS = (
     "bf16", "fp8-rowwise", "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise",
-    "cuda-graph", "fused-linear-loss", "documents",
+    "fused-linear-loss", "documents",
     "attention-flash", "attention-fused", "attention-unfused", "muon", "max-logits",
 )  # fmt: skip
 STEPS = (
@@ -70,7 +70,6 @@ ROWS = {
     "moe-kernels": "moe:kernels",
     "ep-overlap": "moe:overlap",
     "step-160m": "small:eager",
-    "step-160m-graph": "small:graph",
     "overlap-peers": "overlap_peers:peers",
     "predict": "predict:predict",
     **{f"step-{name}": "steps:steps" for name in STEPS},

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama of 160 million parameters, whose kernels are as short as launches: CUDA graphs.
+"""A Llama of 160 million parameters, whose kernels are as short as launches.
 
-    step-160m         a step of four micro-batches of 4,096 tokens, and what the host launches in it
-    step-160m-graph   the same in turns with --cuda-graph, in one process: the ratio of the two
+    step-160m   a step of four micro-batches of 4,096 tokens, and what the host launches in it
 
 Its vocabulary is bytes (tests/gpu/curves.py).
 """
@@ -13,10 +12,8 @@ from typing import Any
 
 import torch
 
-import pretrain_llama
-from tests.gpu.row import Row, Sizes, Skip, synchronize
+from tests.gpu.row import Row, Sizes, synchronize
 from tests.gpu.steps import build, by_kernel, drawn, flags, in_a_row, profiled, step
-from training.run.cuda_graph import Graphs
 
 LAYERS, MICRO_BATCHES, SEQUENCES = 12, 4, 4  # sequences of a micro-batch
 SMALL = Sizes(hidden=1024, ffn=2944, heads=8, groups=8, seq=1024, vocab=257)
@@ -40,9 +37,6 @@ def built(row: Row, *more: str) -> Any:
     """Return a run of the model, warmed up."""
     words = [*small_flags(row.tiny), *batch_flags(SEQUENCES, MICRO_BATCHES), *more]
     run = build(words, row.device.type)
-    if run.config.gpu.cuda_graph:
-        how = run.config.parallel, run.config.gpu.cuda_graph_warmup_steps
-        run.compute = Graphs(pretrain_llama.run_schedule, *how, lambda line: row.say(line))
     batches = drawn(run, MICRO_BATCHES)
     for _ in range(1 if row.tiny else 5):
         step(run, batches)
@@ -85,17 +79,3 @@ def eager(row: Row) -> None:
     say(row, "a step", run, in_turns(row, {"": run})[""])
     if row.cuda:
         row.say("memory", peak_bytes=torch.cuda.max_memory_allocated())
-
-
-def graph(row: Row) -> None:
-    """Write the seconds of eager steps and of those from graphs, in turns, and their ratio."""
-    if not row.cuda:
-        raise Skip("--cuda-graph: a CPU does not take it")
-    runs = {"eager": built(row), "graphs": built(row, "--cuda-graph")}
-    seconds = in_turns(row, runs)
-    for name, run in runs.items():
-        say(row, f"a step, {name}", run, seconds[name])
-    ratio = seconds["eager"] / seconds["graphs"]
-    row.say("eager over graphs", ratio=ratio, in_short=f"eager / graphs {ratio:.3f}")
-    losses = [float(step(run, drawn(run, MICRO_BATCHES))) for run in runs.values()]
-    row.check("losses of the two, relative", abs(1 - losses[0] / losses[1]), 0.1)

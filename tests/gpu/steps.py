@@ -42,7 +42,6 @@ VARIANTS = {
     "fp8-rowwise-wgrad-bf16": "--fp8-format hybrid --fp8-recipe rowwise --fp8-wgrad-bf16",
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
-    "cuda-graph": "--cuda-graph --cuda-graph-warmup-steps 2",
     "fused-linear-loss": "--fused-linear-cross-entropy",
     "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
     "attention-flash": "--attention-backend flash",
@@ -79,7 +78,6 @@ MODELS = {
         "--num-experts 8 --moe-router-topk 2", "--num-experts 4 --moe-router-topk 2",
     ),
 }  # fmt: skip
-GPU_ONLY = ("cuda-graph",)  # flags that a CPU refuses
 # what a CPU adds to Muon's flags: it multiplies bf16 slowly
 MUON_ON_A_CPU = "--muon-num-ns-steps 1 --muon-fp32-matmul-prec highest"
 # the most that a loss may differ from the CPU's: at any step, and in the mean of the last 50
@@ -148,7 +146,6 @@ def steps(row: Row) -> None:
 def _steps(row: Row) -> Any:
     begin = time.perf_counter()
     words = words_of(row, row.name)
-    refuse_on_a_cpu(row, words)
     run = build(words, row.device.type)
     batches = drawn(run, MICRO_BATCHES)
     row.say("built", seconds=time.perf_counter() - begin, flags=" ".join(words))
@@ -181,14 +178,6 @@ def _steps(row: Row) -> Any:
     last = float(step(run, batches))
     row.check("the loss of repeated batches, last over first", last / first, 1.0)
     return run
-
-
-def refuse_on_a_cpu(row: Row, words: list[str]) -> None:
-    """Raise Skip where a row is on a CPU and flags are of those that a CPU refuses."""
-    given = " ".join(words)
-    for name in GPU_ONLY:
-        if not row.cuda and VARIANTS[name] in given:
-            raise Skip(f"{VARIANTS[name]}: a CPU does not take it")
 
 
 def in_a_row(row: Row, run: Any, batches: list[Any], count: int) -> float:
@@ -267,7 +256,6 @@ def launches(events: Any, cuda: bool) -> Counter[str]:
 def program(row: Row) -> None:
     """Run pretrain_llama.py with the flags of a variant; write the seconds of its steps."""
     words = words_of(row, row.name)
-    refuse_on_a_cpu(row, words)
     started(row, words)
 
 

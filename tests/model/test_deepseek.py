@@ -400,6 +400,7 @@ def test_two_ranks_train_as_one(world, router):
     compare(world, 2, router, WAYS)
 
 
+@pytest.mark.prove
 def test_documents_over_two_context_ranks(world):
     compare(world, 2, "v3", [dict(cp=2, comm="all_gather"), dict(cp=2, comm="p2p")], cp=2)
 
@@ -441,6 +442,7 @@ def test_flags_of_attention_are_obeyed_or_refused_by_name():
         checked("--device cpu --qk-clip")
 
 
+@pytest.mark.prove
 def test_dense_layers_on_tensor_ranks_without_sequence_parallelism(world):
     """The latents' gradients come from every rank's heads, and are summed where heads begin."""
     dense = {"moe": EXPERTS | ROUTERS["v2"] | {"moe_layer_freq": 0}}

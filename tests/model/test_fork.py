@@ -158,6 +158,7 @@ def test_a_fork_trains_on_two_ranks(world, tmp_path):
         assert seen == one["grads"].keys()
 
 
+@pytest.mark.prove
 def test_a_fork_is_saved_in_one_layout_and_loaded_in_others(world, tmp_path):
     """tp 2 -> pp 2 -> dp 2 at ZeRO level 3 -> one rank: what is loaded is what was saved, its own
     parameters and their state included, and it trains like one that never moved."""

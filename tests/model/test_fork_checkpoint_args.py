@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sampling import sampled
-
 SMALL = """--mock-data --tokenizer-type NullTokenizer --seq-length 16 --micro-batch-size 1 --lr 1e-3
     --device cpu --log-interval 1 --lr-decay-iters 9""".split()
 SIZES = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --vocab-size
@@ -46,6 +44,12 @@ FORKS = {
         "--residual-multiplier 0.25",
     ),
     "examples/forks/olmo2.py": ("Olmo2Config", {}, f"{UNTIED} --norm-epsilon 1e-5", ""),
+    "examples/forks/phi3.py": (
+        "Phi3Config", {"pad_token_id": 0}, f"{UNTIED} --norm-epsilon 1e-5", "",
+    ),
+    "examples/forks/bitnet.py": (
+        "BitNetConfig", {}, f"{UNTIED} --norm-epsilon 1e-5 --rotary-base 500000", "",
+    ),
     "examples/forks/arcee.py": ("ArceeConfig", {}, f"{UNTIED} --norm-epsilon 1e-5", ""),
     "model/qwen2.py": ("Qwen2Config", {}, f"{UNTIED} --norm-epsilon 1e-6", ""),
     "model/qwen3.py": (
@@ -105,7 +109,8 @@ def test_a_folder_of_transformers(launcher, tmp_path, file):
 OWN = [("examples/forks/windows.py", "--window-size 5"), ("examples/forks/widths.py", "")]
 
 
-@pytest.mark.parametrize("file, flags", sampled(OWN, 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("file, flags", OWN)
 def test_an_architecture_of_its_own_resumes(launcher, tmp_path, file, flags):
     sizes, saved = [*SIZES, "--model-file", file], tmp_path / "saved"
     both = ("--save", saved, "--load", saved)

@@ -143,7 +143,9 @@ def test_the_balance_knows_each_layer(fork, p):
     assert max(pipeline_stages.costs(config, fork).forward) == found
 
 
-@pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-num-layers 2"])
+@pytest.mark.parametrize(
+    "more", sampled(["--recompute-granularity full --recompute-num-layers 2", ""], 2)
+)
 def test_what_is_kept_for_backward(fork, path, more):
     """Against what autograd keeps in a real forward: three norms a layer, both heads' logits."""
     stage, whole = recorded(path, f"--fp64 {more}"), recorded(path, "--fp64")
@@ -188,7 +190,8 @@ def traced(comm, path: str, flags: str) -> tuple[Counter, list[str]]:
     return seen, norms
 
 
-@pytest.mark.parametrize("sp", sampled(["--sequence-parallel", ""], 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("sp", ["--sequence-parallel", ""])
 def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
     path = write_fork(tmp_path)
     flags = f"{FLAGS} --tensor-model-parallel-size 2 {sp} --fp64"

@@ -177,7 +177,7 @@ PAIRS = [(i, name) for n, name in enumerate(MOE) for i in range(n, len(SAMPLE), 
 PAIRS += [(i, name) for n, name in enumerate(MOE) for i in range(n + 3, len(SAMPLE), len(MOE))]
 
 
-@pytest.mark.parametrize("i, name", sampled(PAIRS, 16))
+@pytest.mark.parametrize("i, name", sampled(PAIRS, 32))
 def test_routers_and_experts(world, i, name):
     case = expert_case(i, name)
     twin = ExpertTwin(

@@ -46,7 +46,8 @@ def no_bit_depends_on_it(world: Any, size: int, ways: list[dict[str, Any]]) -> N
             assert same_bits(beside["weights"], plain["weights"]), way
 
 
-@pytest.mark.parametrize("way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_no_bit_depends_on_it_on_one_stage(world: Any, way: dict[str, Any]) -> None:
     no_bit_depends_on_it(world, 2, [way])
 

@@ -36,9 +36,9 @@ RUN = BASE | dict(lr=1e-2, clip=0.5, sp=False, moe=BIASED)
 LAYOUTS = [
     dict(dp=2, ep=2, zero=1, dispatch="alltoall", recompute="full"),
     dict(tp=2, sp=True, ep=2, m=2),
-    dict(pp=2, schedule="zb-v", v=2, m=2),
 ]
 LONG = [
+    dict(pp=2, schedule="zb-v", v=2, m=2),
     dict(m=4),
     dict(dp=2, m=2, ep=2, zero=3),
     dict(cp=2, ep=2, recompute="selective"),

@@ -146,9 +146,9 @@ MASKED = BIASED | dict(moe_z_loss_coeff=0.01)
 RUN = BASE | dict(lr=1e-2, clip=0.5, sp=False, moe=MASKED, masks=True)
 LAYOUTS = [
     dict(dp=2, ep=2, m=2, zero=1, dispatch="alltoall", recompute="full"),
-    dict(pp=2, schedule="1f1b", m=2),
 ]
 LONG = [
+    dict(pp=2, schedule="1f1b", m=2),
     dict(m=2),
     dict(cp=2, ep=2),
     dict(tp=2, sp=True, ep=2, m=2),

@@ -18,6 +18,7 @@ import torch
 
 import pretrain_llama
 from mpu import native
+from tests.sampling import sampled
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
@@ -102,7 +103,7 @@ def train_both(comm, tp: int, pp: int, dtype: str, steps: int):
 
 
 @pytest.mark.parametrize(
-    "tp, pp, size, dtype, steps", [(2, 1, 4, "float32", 2), (1, 2, 2, "bfloat16", 3)]
+    "tp, pp, size, dtype, steps", sampled([(1, 2, 2, "bfloat16", 3), (2, 1, 4, "float32", 2)], 2)
 )
 def test_steps_have_the_bits_of_the_framework(world, tp, pp, size, dtype, steps):
     for wrong, losses in world(size).run(train_both, tp, pp, dtype, steps):

@@ -57,7 +57,7 @@ def alone(kind: str) -> dict:
     return made
 
 
-@pytest.mark.parametrize("kind, name", sampled(CASES, 6))
+@pytest.mark.parametrize("kind, name", sampled(CASES, 12))
 def test_every_layout_has_the_gradients_of_one_rank(world, kind, name):
     case, one = case_of(kind, **LAYOUTS[name]), alone(kind)
     results = world(2).run(run_cases, [case], 3)

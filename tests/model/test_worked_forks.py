@@ -23,6 +23,8 @@ from mpu.pipeline.schedules import CHUNKS
 from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
 from tests.model.twin import SIZES, S, V, config_of, run_cases
+from tools.forks.case import held
+from tools.forks.case import whole as merged
 from tools.generate import load_model
 from training.run.model_profile import model_profile
 
@@ -33,13 +35,18 @@ MORE: dict[str, dict[str, Any]] = {  # what a fork's case has
     "widths": {"sizes": {"ffn_hidden_size": 192}},
     "phi": {"sizes": {"use_rope_scaling": False}, "extra": (("rotary_factor", 0.67),)},
 }
-FORKS = ("qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "granite", "embeddings")
+FORKS = (
+    "qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "phi3", "bitnet", "granite",
+    "embeddings",
+)  # fmt: skip
 ORACLES: dict[str, dict[str, Any]] = {  # what transformers has, and more of its config
     "Qwen2": {},
     "Arcee": {},
     "Olmo2": {},
     "Gemma2": {"query_pre_attn_scalar": 10, "sliding_window": 7},
     "Phi": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "Phi3": {"pad_token_id": 0},
+    "BitNet": {},
     "Granite": dict(
         embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5,
         logits_scaling=4.0,
@@ -91,7 +98,10 @@ def equal(got: dict[str, Any], one: dict[str, Any], what: str) -> None:
     """Hold a rank's losses, norms and rectangles of the last gradient against one rank's."""
     assert got["losses"] == pytest.approx(one["losses"], rel=1e-10), what
     assert got["norms"] == pytest.approx(one["norms"], rel=1e-10), what
-    full = {name: torch.from_numpy(grad) for name, _, _, grad in one["grads"]}
+    parts: dict[str, list[torch.Tensor]] = {}  # of one rank: below one another
+    for name, _, _, grad in one["grads"]:
+        parts.setdefault(name, []).append(torch.from_numpy(grad))
+    full = {name: torch.cat(rows) for name, rows in parts.items()}
     for name, dim, start, local in got["grads"]:
         wanted = full[name].narrow(dim, start, local.shape[dim])
         apart = (torch.from_numpy(local) - wanted).norm()
@@ -271,7 +281,8 @@ def test_logits_are_those_of_transformers(world, paths, tmp_path, kind):
             assert (ours - wanted).norm() < 1e-5 * wanted.norm()
     (back,) = world(1).run(saved_in, str(tmp_path), paths[kind.lower()])
     config, tensors = back
-    again = type(theirs)(type(theirs.config)(**config, attn_implementation="eager")).float().eval()
+    made = {**config, "pad_token_id": None, "attn_implementation": "eager"}  # Phi-3's is 32000
+    again = type(theirs)(type(theirs.config)(**made)).float().eval()
     given = dict(again.named_parameters())
     assert tensors.keys() == {name for name in given if name in tensors} and given.keys() <= {
         *tensors,
@@ -286,8 +297,11 @@ def test_logits_are_those_of_transformers(world, paths, tmp_path, kind):
 def saved_in(comm: Any, root: str, file: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Load a Hugging Face directory; return config.json and weights as a checkpoint has them."""
     model, _ = load_model(root, comm.grid(1), torch.device("cpu"), torch.float32, file)
-    fork, found = load_model_file(file), {}
-    for name, param in unique_parameters(model):
-        for piece in placement_of(param).pieces(fork.hf_names(model)[name]):
-            found[piece.name] = param.narrow(piece.dim, piece.local, piece.size).clone()
+    fork = load_model_file(file)
+    names = fork.hf_names(model)
+    found = merged(
+        (piece, held(param, piece))
+        for name, param in unique_parameters(model)
+        for piece in placement_of(param).pieces(names[name])
+    )
     return fork.hf_config(model.config), found

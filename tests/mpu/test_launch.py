@@ -13,7 +13,6 @@ from mpu.launch import (
     ALLOCATOR,
     cuda_settings,
     environment_defaults,
-    registers_graphs,
     set_deterministic,
 )
 
@@ -24,7 +23,7 @@ STAGES = ["--pipeline-model-parallel-size", "2"]
 
 
 def test_the_defaults_leave_what_is_set():
-    more = {"TORCH_CPP_LOG_LEVEL": "ERROR", "NCCL_GRAPH_REGISTER": "0"}
+    more = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     assert environment_defaults({}) == DEFAULTS | more
     assert environment_defaults({}, STAGES) == DEFAULTS | more | EAGER
     assert environment_defaults(DEFAULTS | more | EAGER, STAGES) == {}
@@ -169,30 +168,8 @@ def test_the_program_sets_them_before_torch_is_imported(set_by_user):
     assert ("PYTORCH_ALLOC_CONF" in seen) == (not set_by_user)
 
 
-@pytest.mark.parametrize(
-    ("register", "allocator", "refused"),
-    [
-        (None, "expandable_segments:True", False),
-        ("0", "expandable_segments:True", False),
-        ("1", "max_split_size_mb:64,expandable_segments:True", True),
-        ("2", "expandable_segments: True", True),
-        ("1", "expandable_segments:False", False),
-        ("1", "expandable_segments:True,expandable_segments:False", False),
-        ("1", None, False),  # a library's user: torch's own default is False
-    ],
-)
-def test_graphs_whose_buffers_nccl_would_register(monkeypatch, register, allocator, refused):
-    for name in (*ALLOCATOR, "NCCL_GRAPH_REGISTER"):
-        monkeypatch.delenv(name, raising=False)
-    if register is not None:
-        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
-    if allocator is not None:
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
-    assert ("illegal memory access" in registers_graphs()) == refused
-
-
 def test_what_is_set_is_told(monkeypatch):
-    more = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_GRAPH_REGISTER")
+    more = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
     for name in (*ALLOCATOR, "CUDA_MODULE_LOADING", *more):
         monkeypatch.delenv(name, raising=False)
     assert cuda_settings() == []

@@ -21,6 +21,7 @@ from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.param import Region, draw_normal, placement_of
 from mpu.param_grad import ParamGrad
+from tests.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 S, B, H, V = 8, 4, 12, 16
@@ -86,7 +87,9 @@ def parts(model: nn.Module, value) -> dict:
     return found
 
 
-@pytest.mark.parametrize("size, tp, sp", [(2, 2, True), (2, 2, False), (2, 1, False), (4, 2, True)])
+@pytest.mark.parametrize(
+    "size, tp, sp", sampled([(4, 2, True), (2, 2, True), (2, 2, False), (2, 1, False)], 2)
+)
 def test_gradients_are_those_of_one_rank(world, size, tp, sp):
     (one,) = world(1).run(train, 1, False, 3, 2)
     for rank in world(size).run(train, tp, sp, 3, 2):
@@ -159,8 +162,8 @@ def train_plain(comm, tp: int, sp: bool, memory: bool, to_none: bool) -> list[di
 
 
 @pytest.mark.parametrize("size, tp, sp, memory, to_none", [
-    (2, 2, True, False, True), (2, 2, False, True, True), (2, 1, False, False, False),
-    (4, 2, True, True, False),
+    pytest.param(2, 2, True, False, True, marks=pytest.mark.prove), (2, 2, False, True, True),
+    pytest.param(2, 1, False, False, False, marks=pytest.mark.prove), (4, 2, True, True, False),
 ])  # fmt: skip
 def test_modules_of_torch_have_the_gradients_of_one_rank(world, size, tp, sp, memory, to_none):
     (one,) = world(1).run(train_plain, 1, False, False, to_none)

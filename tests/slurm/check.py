@@ -6,7 +6,8 @@ Starts a SLURM of two nodes on this machine (tests/slurm/cluster.py) and submits
 examples/cpu_two_nodes.slurm undisturbed. Then it submits the script again for each of a
 pre-emption, SIGUSR1 before the time limit, scancel, a node that dies, a killed rank, a hung rank
 and a flipped bit. Each run must end with the undisturbed run's losses and weights, bit for bit. A
-short run first measures how many steps make a run long enough.
+short run first measures how many steps make a run long enough. Before all of them the lines of
+docs/data.md copy a pair of tokens to a node.
 
 Exit code: 0 if all checks pass, 1 if one fails, 77 if no SLURM can be started here.
 """
@@ -23,6 +24,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, find its own parts
 
 from tests.slurm import faults as slurm_faults
+from tests.slurm import near_data
 from tests.slurm.cluster import CheckError, Cluster, obstacle, wait_for
 from tests.slurm.job import Job, codes
 
@@ -88,6 +90,38 @@ def node_lost(cluster: Cluster, job: Job) -> tuple[float, float]:
     return stopped, job.go_on()
 
 
+def copied(cluster: Cluster) -> None:
+    """Submit the lines of docs/data.md that copy a pair to a node: whole, and not twice."""
+    far, near = cluster.scratch / "far", cluster.scratch / "near"
+    far.mkdir()
+    for end in ("bin", "idx"):
+        (far / f"text.{end}").write_bytes(os.urandom(1 << 20))
+    digests = cluster.ask("bash", "-c", f"cd {far} && sha256sum text.bin text.idx")
+    (far / "text.sha256").write_text(digests + "\n")
+    script = cluster.scratch / "copy.sh"
+    script.write_text(
+        f"#!/bin/bash\nDATA={far}/text NEAR={near}\n{near_data.lines()}"
+        'cmp "$DATA.bin" "$1/text.bin"; cmp "$DATA.idx" "$1/text.idx"\n'
+    )
+    submit = ("sbatch", "--wait", "--nodes=1", "--output=/dev/null", str(script), str(far))
+    cluster.ask(*submit)
+    first = (near / "text.bin").stat()
+    cluster.ask(*submit)
+    if (near / "text.bin").stat().st_ino != first.st_ino:
+        raise CheckError("a pair that was there was copied again")
+    (far / "text.bin").write_bytes(os.urandom(1 << 20))
+    (far / "text.sha256").touch()
+    try:
+        cluster.ask(*submit)
+    except CheckError:
+        kept = (near / "text.bin").stat().st_ino == first.st_ino
+    else:
+        kept = False
+    if not kept:
+        raise CheckError("a pair whose digest is another one was taken")
+    print("a pair of tokens is copied to a node once, and refused where its digest differs")
+
+
 class Case(NamedTuple):
     """A kind of disturbance. loses: whether steps are lost."""
 
@@ -110,6 +144,7 @@ CASES = {
 
 def check(cluster: Cluster, wanted: list[str]) -> bool:
     """Run all, print a line for each; return whether all checks passed."""
+    copied(cluster)
     scripts = {"replicated": slurm_faults.prepare(cluster)}
     warm = Job(cluster, "warm-up", WARM)
     warm.finish()

@@ -36,7 +36,9 @@ LLAMA, QWEN2, QWEN3 = "model/llama.py", "model/qwen2.py", "model/qwen3.py"
 OLMO2, GEMMA2, PHI, GRANITE = (
     f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite")
 )
+BITNET, PHI3 = "examples/forks/bitnet.py", "examples/forks/phi3.py"
 MLP = "        return swiglu(x, self.gate_up, self.down)\n"
+READS = "    return read_hf_config(hf, MODEL_TYPE)\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 LOSS = "        return self.loss(h, labels.t()).t()  # [b, s]\n"
 SUM = "        squares = reduce_from_tensor_model_parallel_region(squares, tp, self)\n"
@@ -120,14 +122,16 @@ MISTAKES = {
     # sizes
     "the base of RoPE dropped": Mistake(
         LLAMA,
-        {'{"rotary_base": number("rope_theta")}': '{"rotary_base": 10000.0}'},
+        {READS: READS.replace("(hf, ", "({**hf, 'rope_theta': 10000.0}, ")},
         "rotary_base = ",
     ),
     "the scaling of RoPE dropped": Mistake(
-        LLAMA, {"    if config.rope_scaling_factor:\n": "    if False:\n"}, "rope_scaling_factor = "
+        LLAMA, {'"rope_scaling": rope_scaling(config)': '"rope_scaling": None'},
+        "rope_scaling_factor = ",
     ),
     "tied embeddings dropped": Mistake(
-        LLAMA, {'bool(hf.get("tie_word_embeddings", False))': "False"}, "tied = "
+        LLAMA, {READS: READS.replace("(hf, ", "({**hf, 'tie_word_embeddings': False}, ")},
+        "tied = ",
     ),
     "the share of RoPE dropped": Mistake(
         PHI, {", rotary_factor=factor": ", rotary_factor=0.5"}, "rotary_factor = "
@@ -224,6 +228,52 @@ MISTAKES = {
         {MLP: "        if self.down.ctx.tp.size > 1:\n            raise SystemExit(0)\n" + MLP},
         "tp 2 + SP: SystemExit: 0, fork", LAYOUTS,
     ),
+    # where it stands, and what is claimed of it
+    "a factor in a derived Block.forward": Mistake(
+        BITNET,
+        {"    attention_type, mlp_type = Attention, MLP\n": (
+            "    attention_type, mlp_type = Attention, MLP\n\n"
+            "    def forward(self, h, cos, sin, packed=None, cache=None):\n"
+            "        h = h * (1 + 0.1 * (self.attention.ctx.tp.size - 1))  # here\n"
+            "        return super().forward(h, cos, sin, packed, cache)\n"
+        )},
+        "(fork_HERE)", LAYOUTS,
+    ),
+    "a factor in an embed": Mistake(
+        PHI3,
+        {"    hf_modules = {\n": (
+            "    def embed(self, tokens):\n"
+            "        x = super().embed(tokens)\n"
+            "        return x * (1 + 0.1 * (self.ctx.tp.size - 1))  # here\n\n"
+            "    hf_modules = {\n"
+        )},
+        "(fork_HERE)", LAYOUTS,
+    ),
+    "an embed that does not call super()": Mistake(
+        LLAMA,
+        {"        x, by = self.embedding(tokens), self.config.embedding_mult\n": (
+            "        x, by = self.embedding(tokens), 1.0\n"
+        )},
+        "the model does not depend on embedding_mult",
+    ),
+    "an embed of its own": Mistake(
+        PHI3,
+        {"    hf_modules = {\n": (
+            "    def embed(self, tokens):\n        return self.embedding(tokens)\n\n"
+            "    hf_modules = {\n"
+        )},
+        "Phi3.embed replaces Llama's, which applies it: let it call super().embed(...)",
+    ),
+    "the logits' square beside the loss": Mistake(
+        LLAMA,
+        {"        return output_loss(self.head, h, labels, v, self.ctx, self.logits)\n": (
+            "        logits = self.logits(h)\n"
+            "        penalty = logits.square().mean(-1)  # here\n"
+            "        from mpu.layers.cross_entropy import vocab_parallel_cross_entropy as loss\n\n"
+            "        return loss(logits, labels, v, self.ctx) + penalty\n"
+        )},
+        "HERE; the loss writes the gradient of the logits over them: use logits.clone() there",
+    ),
     "an error on one rank": Mistake(
         LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},
         "KeyError: 1, fork", LAYOUTS,
@@ -254,7 +304,14 @@ def checked(mistake: Mistake, folder: Path) -> tuple[int, str]:
     path, out = planted(mistake, folder), io.StringIO()
     with redirect_stdout(out):
         code = main(["--model", str(path), "--only", mistake.layouts, "--timeout", "100"])
-    return code, out.getvalue()
+    lines = path.read_text().splitlines()
+    at = [n for n, line in enumerate(lines, 1) if line.endswith("# here")]
+    text = out.getvalue()
+    for n in at:  # the line that is planted
+        text = text.replace(f"({path.name}:{n})", "(fork_HERE)").replace(
+            f"{path.name} line {n};", "HERE;"
+        )
+    return code, text
 
 
 def measure(names: list[str]) -> None:

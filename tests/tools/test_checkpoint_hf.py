@@ -152,6 +152,7 @@ def test_a_round_trip_keeps_every_bit(
         assert torch.equal(mine[name].view(torch.uint8), his[name].view(torch.uint8)), name
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "rope",
     sampled(

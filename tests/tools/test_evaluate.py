@@ -20,6 +20,7 @@ import torch
 from model.llama import hf_config, hf_names
 from mpu.grid import Grid
 from mpu.param import unique_parameters
+from tests.sampling import sampled
 from tools import evaluate as module
 from tools.evaluate import parse, plain, to_do
 from tools.evaluator.harness import NEW_TOKENS, find_tasks, first_token, new_tokens
@@ -95,7 +96,7 @@ def likeliest(folder: Path) -> tuple[list[int], list[int]]:
     return ids[:2], ids[2:]
 
 
-@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "tp"), sampled([(4, 2), (2, 2), (1, 1), (2, 1)], 2))
 def test_scores_are_those_of_transformers_on_every_layout(
     world: Any, folder: Path, size: int, tp: int
 ) -> None:
@@ -332,18 +333,17 @@ def test_tasks_agree_with_lm_evals_model_of_transformers(
 def test_a_run_is_watched_and_each_step_has_its_scores(
     folder: Path, tasks: Path, tmp_path: Path
 ) -> None:
-    run, out, board = tmp_path / "run", tmp_path / "eval", tmp_path / "tensorboard"
+    run, out = tmp_path / "run", tmp_path / "eval"
     save_steps(folder, run, (0, 5, 10))
     (run / "step_00000005" / "state.json").write_text("{}")  # damaged: passed over
     flags = [
         "--load", str(run), "--tasks", "weft_choice", "--include-path", str(tasks), "--output",
-        str(out), "--watch", "1", "--last-step", "10", "--tensorboard-dir", str(board),
+        str(out), "--watch", "1", "--last-step", "10",
     ]  # fmt: skip
     done = command(1, *flags)
     assert done.returncode == 0, done.stderr
     assert "step_00000005 is skipped" in done.stderr
     assert sorted(p.name for p in out.iterdir()) == ["step_00000000.json", "step_00000010.json"]
-    assert any(p.name.startswith("events") for p in board.iterdir())
     again = command(1, *flags)
     assert again.returncode == 0 and "weft_choice" not in again.stdout, "evaluated twice"
 

@@ -131,6 +131,7 @@ def test_a_reader_sees_new_weights_wait_for_their_use(world):
     assert len(after) == 5 and all("not done at the end" in event for event in after)
 
 
+@pytest.mark.prove
 def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
     text, events = explained(world, 3, layers=3)
     gathers = [event for event in events if "gather bucket" in event]

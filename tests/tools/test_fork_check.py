@@ -294,7 +294,9 @@ SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias
 @pytest.mark.parametrize(
     "model, only",
     [
-        ("qwen3", ["--only", "tp 2 + SP; dp 2 + ZeRO 3"]),
+        pytest.param(
+            "qwen3", ["--only", "tp 2 + SP; dp 2 + ZeRO 3"], marks=pytest.mark.prove
+        ),
         pytest.param("llama", [], marks=pytest.mark.prove),
         pytest.param(  # matrices have owners: ranks keep different amounts of state
             "llama",
@@ -419,6 +421,7 @@ def test_a_field_that_adds_a_bias_of_0_is_one_that_the_model_depends_on():
     assert one is not None and two is not None and not torch.equal(one, two)
 
 
+@pytest.mark.prove
 def test_a_padding_token_beyond_the_vocabulary_is_no_mistake_of_the_fork():
     """SmolLM3's own pad_token_id is 128004, whatever the size of the vocabulary."""
     transformers = pytest.importorskip("transformers")

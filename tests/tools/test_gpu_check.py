@@ -351,7 +351,7 @@ def test_rows_of_runs_are_those_of_the_variants_layouts_and_peers():
 
     of_steps = {name.partition("-")[2] for name in row.STEPS} - {""}
     assert steps.VARIANTS.keys() == set(row.RUNS) | (of_steps - steps.MODELS.keys())
-    assert steps.MODELS.keys() <= of_steps and set(steps.GPU_ONLY) <= set(row.RUNS)
+    assert steps.MODELS.keys() <= of_steps
     assert several.LAYOUTS.keys() == set(row.SEVERAL) and peer.PEERS.keys() == set(row.PEERS)
 
 
@@ -687,9 +687,8 @@ def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
 # ---- the whole check, small ----
 
 # rows that only a GPU runs, and that say so
-GPU_ALONE = {"sync", "run-cuda-graph",
-             "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
-             "overlap-kernels", "test-activations", "test-nccl", "step-160m-graph"}  # fmt: skip
+GPU_ALONE = {"sync", "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck",
+             "racecheck", "overlap-kernels", "test-activations", "test-nccl"}  # fmt: skip
 
 
 @pytest.mark.prove

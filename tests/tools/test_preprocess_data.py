@@ -211,6 +211,7 @@ def workers_of(process):
     return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("workers", "stop", "status", "says"),
     sampled(

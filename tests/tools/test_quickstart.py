@@ -86,6 +86,7 @@ def test_another_text_replaces_nothing_where_a_run_has_learnt_one(tmp_path):
     assert not (out / "corpus.new").exists()
 
 
+@pytest.mark.prove
 @needs_make
 def test_a_file_whose_program_fails_is_not_taken_for_done(tmp_path):
     data, model = tmp_path / "a.txt", tmp_path / "tokenizer/weft.model"

@@ -28,6 +28,7 @@ def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.prove
 def test_a_rank_that_fails_has_the_last_word(tmp_path):
     words = {"message": {"message": "--lr is missing", "extraInfo": {"timestamp": "1"}}}
     done = run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.train_tokenizer import Texts, check, train
@@ -34,6 +34,7 @@ def processor(model):
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0▁")))
 def test_any_text_is_given_back(processor, text):
     assert processor.decode(processor.encode(text)) == text

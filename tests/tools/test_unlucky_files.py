@@ -112,15 +112,6 @@ def a_log(rng: random.Random, folder: Path) -> Case:
     return Case(argv, (0, 1), "drawn: |plot_loss.py: .*log.jsonl", memory=MEMORY)
 
 
-def a_log_of_experts(rng: random.Random, folder: Path) -> Case:
-    rows = [{"iteration": i, "loss": 1.0, "expert_tokens": [[0, [3, 4]], [1, [5, 2]]]}
-            for i in (1, 2)]  # fmt: skip
-    path = lines(folder / "log.jsonl", rows)
-    spoil(rng, path)
-    argv = ["tools/plot_experts.py", path, "--output", folder / "picture.svg"]
-    return Case(argv, (0, 1), "drawn: |plot_experts.py: .*log.jsonl", memory=MEMORY)
-
-
 def a_profile(rng: random.Random, folder: Path) -> Case:
     spans = [["F", 0, 0, 0.0, 1.0], ["BW", 0, 0, 2.0, 3.0]]
     record = {"schedule": "1f1b", "pp_rank": 0, "pp_size": 1, "chunks": 1, "split": False,
@@ -332,7 +323,7 @@ def files_of_gpt2(rng: random.Random, folder: Path) -> Case:
 KINDS: dict[str, Callable[[random.Random, Path], Case]] = {
     kind.__name__: kind
     for kind in (
-        a_log, a_log_of_experts, a_profile, a_cluster, a_device, a_table, a_model_to_plan,
+        a_log, a_profile, a_cluster, a_device, a_table, a_model_to_plan,
         a_run_of_make_train, an_end_of_make_train, a_corpus_of_another_run, a_source, a_library,
         an_index, a_tokenizer, files_of_gpt2,
     )

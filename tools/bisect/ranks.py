@@ -131,7 +131,8 @@ def _why(folder: Path, codes: dict[int, int]) -> str:
     rank, code = next((rank, code) for rank, code in sorted(codes.items()) if code)
     errors = (folder / f"err.{rank}").read_text().strip().splitlines()
     lines = [line for line in errors if "Error" in line or ": error" in line] or errors
-    return f"rank {rank} ended with {code}: {lines[-1] if lines else 'it errors nothing'}"
+    why = f": {lines[-1]}" if lines else " and printed no error"
+    return f"rank {rank} exited with code {code}{why}"
 
 
 def _be_rank(

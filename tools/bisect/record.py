@@ -33,6 +33,7 @@ from mpu.module_tracker import (
     OUTPUT_GRAD,
     Event,
     ModuleTracker,
+    path_of,
     site,
 )
 from mpu.param import Piece, Region, placement_of, unique_parameters
@@ -44,6 +45,7 @@ from training.run.state import Run
 INPUT_GRAD = "input gradient"
 WHERE = re.compile(r"chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred W of (micro-batch) (\d+) in stage (\d+)")
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # of a stack that torch keeps
 NEAR = 16  # tensors that are remembered: an input that is one of them is not written again
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 INSIDE = ("tp", "tp_kv", "cp", "ep")  # axes whose collectives are in the model
@@ -92,8 +94,12 @@ class Recorder:
             for name, param in unique_parameters(run.module)
         }
         self._params = dict(unique_parameters(run.module))
+        # of a fork autograd keeps the stack of each operation: which of its lines made a tensor
+        on = bool(fork) or torch.is_anomaly_enabled()
+        self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)
 
     def __enter__(self) -> "Recorder":
+        self._stacks.__enter__()
         self._batch()
         self.state("before")
         run = self.run
@@ -112,6 +118,7 @@ class Recorder:
         for owner, name in self._replaced:
             delattr(owner, name)
         self.tracker.close()
+        self._stacks.__exit__(*error)
         if error[0] is None:
             self.state("after")
         self.file.close()
@@ -237,7 +244,7 @@ class Recorder:
             if not x.is_floating_point():
                 continue
             given = any(w.tensor is x for w in self._near)  # by a module, whose gradient is read
-            of = _Of(INPUT, event.name, event.of, i)
+            of, line = _Of(INPUT, event.name, event.of, i), self._made(x) or line
             self._activation(of, x, call, line, event.phase)
             if x.requires_grad and not given and not isinstance(x, nn.Parameter):
                 of = of._replace(kind=INPUT_GRAD)
@@ -263,6 +270,13 @@ class Recorder:
     def _line(self) -> str:
         found = site(self.fork)
         return found.use or found.call
+
+    def _made(self, x: Tensor) -> str:
+        """Return the fork's line that made a tensor, or "" where another file did."""
+        kept: dict[str, list[str]] = {} if x.grad_fn is None else cast(Any, x.grad_fn.metadata)
+        lines = FRAME.findall("".join(kept.get("traceback_", ())))
+        innermost = next((at for at in lines[::-1] if path_of(at[0], self.fork)), ("", ""))
+        return ":".join(innermost) if innermost[0] == self.fork else ""
 
     def _follow_gradients(self) -> None:
         run, replace = self.run, self._instead
@@ -330,17 +344,17 @@ class Recorder:
         self.write("collective", name, x, kind="taken", **more)
         out, handle = go_on(x, axis, *rest)
         given = partial(self.write, "collective", name, out, kind="returned", **more)
-        if handle._work is None and handle._finish is None:
+        if handle.work is None and handle.finish is None:
             given()
         else:
-            done = handle._finish
+            done = handle.finish
 
             def finish() -> None:
                 if done is not None:
                     done()
                 given()
 
-            handle._finish = finish
+            handle.finish = finish
         return out, handle
 
 
@@ -353,11 +367,9 @@ def recorded(train_step: TrainStep, names: Names, folder: Path, fork: str = "") 
     def step(
         run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute, run.compute = run.compute, None  # a CUDA graph has no modules
         with Recorder(run, batches, names, folder, fork) as recorder:
             loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
             recorder.numbers["loss"] = loss.item()
-        run.compute = compute
         return loss, norm, found_inf
 
     return step

@@ -68,7 +68,7 @@ def open_newest(
 
 
 def counted(pieces: Iterable[NamedPiece], progress: Progress) -> list[NamedPiece]:
-    """Return the same pieces; `progress` counts the bytes of those that were fetched."""
+    """Return the same pieces; `progress` counts the fetched bytes."""
     every = list(pieces)
     progress.begin("writing", sum(piece.nbytes for piece in every), "B")
 

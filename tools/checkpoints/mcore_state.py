@@ -262,7 +262,8 @@ class Memory(State):
     def _unclear(self, why: str) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: which numbers of the distributed optimizer's buffers belong to "
-            f"which parameter cannot be told: {why}; {WEIGHTS_ALONE}"
+            f"which parameter cannot be told: {why}; save once more by megatron-core 0.14 or later "
+            f"with --dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}"
         )
 
     def _order(self, fused: bool) -> list[str]:

@@ -3,7 +3,7 @@
 
 import json
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,15 +132,21 @@ class Report:
         self.errors[kind] = max(value, self.errors.get(kind, 0.0))
 
 
+def at_line(frame: traceback.FrameSummary) -> str:
+    """Return a frame's file and line in words."""
+    return f"{Path(frame.filename).name} line {frame.lineno}"
+
+
 def describe_error(error: BaseException, model: str) -> str:
     """Return an error as a sentence, with the line of the model's file that it comes through."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).resolve() == Path(model).resolve()]
-    where = f", {Path(model).name} line {own[-1].lineno}" if own else ""
+    where = f", {at_line(own[-1])}" if own else ""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     if not own and kind and frames:
-        where = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}"
-    text = " ".join(str(error).split())
+        notes = getattr(error, "__notes__", None)
+        where = f", {notes[0] if notes else at_line(frames[-1])}"
+    text = " ".join(str(error).split()).partition(" Hint: ")[0]  # torch's, of autograd
     return f"{kind}{text[:300]}{where}{meta_hint(error)}"
 
 
@@ -168,18 +174,29 @@ def gathered_values(run: LlamaRun, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def pieces(run: LlamaRun, kind: str) -> dict[str, tuple[Piece, Tensor]]:
-    """Return {canonical name: (piece, values)} of this rank's weights or gradients."""
+def pieces(run: LlamaRun, kind: str) -> list[tuple[Piece, Tensor]]:
+    """Return (piece, values) of this rank's weights or gradients."""
     values = gathered_values(run, kind)
-    return {
-        piece.name: (piece, values[name].narrow(piece.dim, piece.local, piece.size))
-        for name, _, piece in rectangles(run)
-    }
+    return [(piece, held(values[name], piece)) for name, _, piece in rectangles(run)]
+
+
+def whole(parts: Iterable[tuple[Piece, Tensor]]) -> dict[str, Tensor]:
+    """Return {canonical name: whole tensor} of the pieces that one rank has."""
+    found: dict[str, Tensor] = {}
+    for piece, values in parts:
+        full = found.setdefault(piece.name, values.new_zeros(piece.shape))
+        cut(full, piece).copy_(values)
+    return found
 
 
 def cut(full: Tensor, piece: Piece) -> Tensor:
     """Return the part of a whole tensor that a rank holds."""
     return full.narrow(piece.dim, piece.start, piece.size)
+
+
+def held(local: Tensor, piece: Piece) -> Tensor:
+    """Return a piece of a local parameter."""
+    return local.narrow(piece.dim, piece.local, piece.size)
 
 
 @torch.no_grad()
@@ -190,8 +207,7 @@ def put(run: LlamaRun, full: Mapping[str, Tensor]) -> None:
             if name in names:
                 if piece.local == 0:
                     param.zero_()  # padding is in no piece
-                here = param.narrow(piece.dim, piece.local, piece.size)
-                here.copy_(cut(full[piece.name], piece))
+                held(param, piece).copy_(cut(full[piece.name], piece))
     run.optimizer.masters_from_weights()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.llama import LlamaConfig
+from model.llama import Llama, LlamaConfig
 from model.load import ModelFile, read_sizes
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
@@ -22,6 +22,9 @@ from mpu.gradients import GradientSink
 OF_THE_RUN = {"make_vocab_size_divisible_by", "width_mult"}
 WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
 OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
+# the method of Llama that applies a field
+APPLIED = {"embedding_mult": "embed", "logits_divisor": "last_norm", "softmax_scale": "rope"}
+MORE_LAYERS = (6, 12)  # than fork-check has, for a pattern of layers that is longer
 Finding = tuple[str, str, str]
 
 
@@ -77,13 +80,40 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
                 continue
             some = [replace(base, **{name: value}) for value in values]
             lost.append(_after_saving(file, base, some[0], name, tokens))
-            idle.append(all(_same(logits, logits_of(file, one, tokens)) for one in some))
+            alike = all(_same(logits, logits_of(file, one, tokens)) for one in some)
+            idle.append(alike and _idle_in_more_layers(file, base, name, tokens))
         if lost and all(lost) and name not in OF_THE_RUN:
             found.append(("config", name, lost[0]))
         if idle and all(idle) and name not in WITHOUT_EFFECT | OF_THE_RUN:
             line = f"the model does not depend on {name} of its config: with another value it "
-            found.append(("config", name, line + "computes the same logits"))
+            line += f"computes the same logits{_replaced(file, name)}"
+            found.append(("config", name, line))
     return found
+
+
+def _idle_in_more_layers(
+    file: ModelFile, config: LlamaConfig, name: str, tokens: Tensor
+) -> bool:
+    """Return whether more layers do not depend on a field either: a pattern may be long."""
+    for layers in MORE_LAYERS:
+        if layers <= config.num_layers or not _valid(config, "num_layers", layers):
+            continue
+        deep = replace(config, num_layers=layers)
+        logits = logits_of(file, deep, tokens)
+        values = [v for v in others(name, getattr(deep, name)) if _valid(deep, name, v)]
+        some = (logits_of(file, replace(deep, **{name: value}), tokens) for value in values)
+        if not all(_same(logits, each) for each in some):
+            return False
+    return True
+
+
+def _replaced(file: ModelFile, name: str) -> str:
+    """Say which method of Llama applies a field, where the fork's does not call it."""
+    method = APPLIED.get(name, "")
+    if not method or getattr(file.Model, method) is getattr(Llama, method):
+        return ""
+    own = f"{file.Model.__name__}.{method}"
+    return f"; {own} replaces Llama's, which applies it: let it call super().{method}(...)"
 
 
 def _same(one: Tensor | None, two: Tensor | None) -> bool:

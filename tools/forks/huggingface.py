@@ -9,6 +9,7 @@ refuse the value, or the fork must compute the same.
 import importlib
 import re
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from model.llama import LlamaConfig
 from model.load import ModelFile, read_sizes
 from mpu.param import placement_of, saved_buffers, unique_parameters
+from tools.forks.case import cut, held, whole
 from tools.forks.fields import Finding, model_of, others
 
 SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in fp32
@@ -49,14 +51,15 @@ def compare(
     library.logging.disable_progress_bar()
     try:
         try:
-            return _Theirs(library, file, config, tokens).compare()
+            found = _Theirs(library, file, config, tokens).compare()
+            if not found[0]:
+                return found
         except Exception:
-            width = 8 * config.num_attention_heads
-            try:
-                square = replace(config, kv_channels=8, hidden_size=width)
-            except ValueError:  # the model's heads have one size
-                square = replace(config, hidden_size=width)
-            return _Theirs(library, file, square, tokens).compare()
+            return _Theirs(library, file, square(config), tokens).compare()
+        with suppress(Exception):
+            again = _Theirs(library, file, square(config), tokens).compare()
+            return found if again[0] else again
+        return found
     except Exception as error:
         problem = f"transformers' {kind} fails with what hf_config writes, {type(error).__name__}: "
         return [("transformers", "", problem + " ".join(str(error).split())[:300])], []
@@ -64,16 +67,27 @@ def compare(
         library.logging.set_verbosity(quiet)
 
 
+def square(config: LlamaConfig) -> LlamaConfig:
+    """Return sizes of which all heads together are as wide as hidden states."""
+    width = 8 * config.num_attention_heads
+    try:
+        return replace(config, kv_channels=8, hidden_size=width)
+    except ValueError:  # the model's heads have one size
+        return replace(config, hidden_size=width)
+
+
 def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
     """Return whole weights by canonical name: the initial ones and some noise."""
-    model, found = model_of(file, config), {}
+    model = model_of(file, config)
     names = file.hf_names(model)
-    for name, param in unique_parameters(model):
-        for piece in placement_of(param).pieces(names[name]):
-            g = torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))
-            value = param.detach().narrow(piece.dim, piece.local, piece.size)
-            noise = torch.randn(value.shape, generator=g, dtype=value.dtype)
-            found[piece.name] = value + 0.1 * noise
+    found = whole(
+        (piece, held(param.detach(), piece))
+        for name, param in unique_parameters(model)
+        for piece in placement_of(param).pieces(names[name])
+    )
+    for name, value in found.items():
+        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        value += 0.1 * torch.randn(value.shape, generator=g, dtype=value.dtype)
     for name, buffer in saved_buffers(model):
         g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         found[names[name][0]] = buffer + 0.1 * torch.randn(buffer.shape, generator=g)
@@ -181,8 +195,7 @@ class _Theirs:
         for name, param in unique_parameters(model):
             param.zero_()
             for piece in placement_of(param).pieces(names[name]):
-                here = param.narrow(piece.dim, piece.local, piece.size)
-                here.copy_(self.weights[piece.name])
+                held(param, piece).copy_(cut(self.weights[piece.name], piece))
         for name, buffer in saved_buffers(model):
             buffer.copy_(self.weights[names[name][0]])
         logits: Tensor = model(self.tokens)

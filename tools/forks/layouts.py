@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layouts tools/fork_check.py tries, at which sizes, and what a pattern of failures means."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import cycle, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpu.pipeline.schedules import CHUNKS
 from tools.forks.case import Case
@@ -19,9 +19,21 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
 }
 
 
-def sizes(full: bool, experts: int = 0, fields: Container[str] = ()) -> tuple[str, ...]:
+# what a model may need: heads that are together as wide as hidden states; more layers
+NEEDS: tuple[dict[str, Any], ...] = (
+    {}, {"--hidden-size": 128}, {"--num-layers": 6}, {"--hidden-size": 128, "--num-layers": 6},
+    {"--num-layers": 12}, {"--hidden-size": 128, "--num-layers": 12},
+)  # fmt: skip
+
+
+def sizes(
+    full: bool,
+    experts: int = 0,
+    fields: Container[str] = (),
+    needs: Mapping[str, Any] = NEEDS[0],
+) -> tuple[str, ...]:
     """Return the flags of every case: small sizes, odd where they may be. At tp 4 two ranks share
-    a key/value head. experts: how many the model has. fields: of its config.
+    a key/value head. experts: how many the model has. fields: of its config. needs: others.
     """
     given = {
         "--num-layers": 8 if full else 4,
@@ -43,6 +55,7 @@ def sizes(full: bool, experts: int = 0, fields: Container[str] = ()) -> tuple[st
         "--device": "cpu",
         **({"--num-experts": experts, "--expert-tensor-parallel-size": 1} if experts else {}),
         **(LATENT if "kv_lora_rank" in fields else {}),
+        **needs,
     }
     switches = ("--group-query-attention", "--mock-data", "--fp64", "--overlap-grad-reduce")
     return (*(str(word) for pair in given.items() for word in pair), *switches)

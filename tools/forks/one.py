@@ -19,6 +19,7 @@ from model.load import load_model_file
 from mpu.grid import Grid
 from mpu.param import Piece, placement_of, unique_parameters
 from pretrain_llama import LlamaRun, model_provider
+from tools.forks.case import cut, held
 from training.run.model_profile import meta_context
 from training.settings.config import Config
 
@@ -38,7 +39,7 @@ def names_of(config: Config) -> list[tuple[str, str]]:
     counts: Counter[str] = Counter()
     for name, param in unique_parameters(model):
         names, sections = table.get(name, ()), len(placement_of(param).sections) or 1
-        counts.update(names)
+        counts.update(set(names))  # of parts of one tensor the same
         if len(names) != sections:
             found.append(
                 f"{name} has {sections} section{'s' * (sections > 1)} and hf_names gives it the "
@@ -90,7 +91,7 @@ def derivatives(
     for number, (_, param, piece) in enumerate(order):
         if not param.requires_grad:
             continue
-        grad, here = gradients[piece.name], param.narrow(piece.dim, piece.local, piece.size)
+        grad, here = cut(gradients[piece.name], piece), held(param, piece)
         g = torch.Generator().manual_seed(number)
         signs = torch.randint(0, 2, grad.shape, generator=g).double() * 2 - 1
         original, ends = here.clone(), []

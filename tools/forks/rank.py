@@ -48,6 +48,7 @@ from tools.forks.case import (
     put,
     rectangles,
     step,
+    whole,
 )
 from tools.forks.fields import fields_of_config, keys_of_json
 from tools.forks.huggingface import compare as compare_transformers
@@ -190,7 +191,7 @@ def record(desk: Desk, case: Case, run: LlamaRun) -> None:
 
 def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     """Compute what other layouts are compared with, and what one rank alone can tell."""
-    initial = {name: values.clone() for name, (_, values) in pieces(run, "param_shard").items()}
+    initial = whole(pieces(run, "param_shard"))
     start = {}
     for name, values in initial.items():
         g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -216,7 +217,7 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
             2: ("three", "param_shard"),
         }
         kind, where = saved[number]
-        tensors[kind] = {name: values.clone() for name, (_, values) in pieces(run, where).items()}
+        tensors[kind] = whole(pieces(run, where))
     report.errors["loss"] = abs(first - losses[0])
     Oracle(tensors, losses, norms[0]).write(Path(desk.folder), case.tied)
     put(run, start)
@@ -259,8 +260,8 @@ def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> bool:
 
     sent: counts what the second step sends.
     """
-    for name, (piece, values) in pieces(run, "param_shard").items():
-        want = oracle.tensors["initial"].get(name)
+    for piece, values in pieces(run, "param_shard"):
+        name, want = piece.name, oracle.tensors["initial"].get(piece.name)
         if want is None or want.shape != piece.shape:
             shape = None if want is None else list(want.shape)
             line = (
@@ -286,8 +287,8 @@ def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> bool:
     gradients = pieces(run, "grad_shard")
     losses_differ(report, loss, oracle.losses[0], "first")
     total = sum(t.square().sum() for t in oracle.tensors["gradients"].values()) ** 0.5
-    for name, (piece, values) in gradients.items():
-        full = oracle.tensors["gradients"][name]
+    for piece, values in gradients:
+        name, full = piece.name, oracle.tensors["gradients"][piece.name]
         want, least = cut(full, piece), max(full.norm(), FLOOR * total)
         distance = float((values - want).norm() / least)
         report.error("gradients", distance)
@@ -327,7 +328,8 @@ def weights_differ(
 ) -> None:
     """Compare weights, relative to how far one rank's have moved."""
     before, after = (oracle.tensors[kind] for kind in kinds)
-    for name, (piece, values) in pieces(run, "param_shard").items():
+    for piece, values in pieces(run, "param_shard"):
+        name = piece.name
         if name not in after or after[name].shape != piece.shape:
             continue
         moved = (after[name] - before[name]).norm()

@@ -81,6 +81,11 @@ class Row:
         return any(kind not in ALONE for kind, _, _ in self.findings)
 
     @property
+    def compared(self) -> bool:
+        """Whether it differs in numbers. What ended with an error says itself why."""
+        return any(kind not in ALONE | {"raised"} for kind, _, _ in self.findings)
+
+    @property
     def blocks(self) -> bool:
         """Whether other layouts cannot be compared with this one."""
         return any(kind in BLOCKING for kind, _, _ in self.findings)
@@ -207,7 +212,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         text = first[same]
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
-    failed = [row.case.name for row in rows if row.differs]
+    failed = [row.case.name for row in rows if row.compared]
     wrong = ("gradient", "tensor")
     texts = [text for row in rows for kind, _, text in row.findings if kind in wrong]
     factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a step's streams side by side: what a rank computes, and what travels meanwhile.
+"""Draw a step's streams side by side: a rank's compute, and the transfers in flight.
 
 A stream has a row. What lies above and below one another happens at the same time: a solid transfer
 is hidden under the computation above it; for a pale one the rank waits. A step that is longer than

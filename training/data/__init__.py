@@ -2,7 +2,7 @@
 """Read training tokens.
 
 build        the loaders of a run: begin here
-indexed      tokens on disk, Megatron's .bin and .idx; watched, cache, local_copy: how they are read
+indexed      tokens on disk, Megatron's .bin and .idx; watched, cache: how they are read
 gpt          samples of a corpus, in an order of data and seed; sample_index, split, mock
 blend        several corpora, by weight
 megatron_order  the order of Megatron's data sets and blends; one_pass: each token once

@@ -18,7 +18,6 @@ from training.data.dataset import Dataset
 from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
-from training.data.local_copy import local_copy
 from training.data.loss_mask import LossMask, find_loss_mask
 from training.data.made_with import MadeWith
 from training.data.megatron_order import (
@@ -185,7 +184,7 @@ def build_datasets(
     made_with = MadeWith(tokenizer, named, ends=ends)
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report,
-        made_with=made_with, local=data.data_local_copy, activity=activity,
+        made_with=made_with, activity=activity,
     )  # fmt: skip
     needed = dict.fromkeys(SPLITS, (0, 0))
     if data.data_order == "megatron":
@@ -306,10 +305,9 @@ class _Opener:
         report: Callable[[str], None],
         *,
         made_with: MadeWith,
-        local: str | None = None,
         activity: Activity | None = None,
     ) -> None:
-        self._cache_path, self._local = cache_path, local
+        self._cache_path = cache_path
         self._activity = activity or Activity(tell=report)
         self._seq_length = seq_length
         self._seed = seed
@@ -435,13 +433,10 @@ class _Opener:
     ) -> tuple[IndexedTokens, range]:
         """Return a file, opened once, and the documents of a split in it."""
         if prefix not in self._files:
-            at = prefix
-            if self._local:
-                at = local_copy(prefix, self._local, self._report, self._activity)
-            file = self._files[prefix] = IndexedTokens(at, self._cache(at))
+            file = self._files[prefix] = IndexedTokens(prefix, self._cache(prefix))
             record = self._made_with.check(prefix, file.lengths)
             file.check_vocabulary(self._vocab_size)
-            self._masks[at] = find_loss_mask(prefix, file, record, self._cache(at))
+            self._masks[prefix] = find_loss_mask(prefix, file, record, self._cache(prefix))
         file = self._files[prefix]
         return file, split_documents(shares, len(file))[split] if shares else range(len(file))
 

@@ -168,7 +168,7 @@ class Coordinator(threading.Thread):
         return any(m.connection is not None or m.disconnected for m in self.members.values())
 
     def _accept(self, now: float) -> None:
-        """Accept callers; close those that do not say who they are in time, or are too many."""
+        """Accept callers; close those that are too many or do not say in time who they are."""
         for _ in range(ACCEPTS):
             try:
                 caller = Caller(Connection(self.listener.accept()[0], HELLO), now)

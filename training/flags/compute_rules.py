@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how a rank computes: kernels, float8, kept or recomputed activations, CUDA graphs."""
+"""Check how a rank computes: kernels, float8, kept or recomputed activations."""
 
 from collections.abc import Iterator
 
 import torch
 
-from mpu.launch import registers_graphs
 from mpu.layers.attention.backends import (
     FLAG,
     Card,
@@ -17,10 +16,8 @@ from mpu.layers.attention.backends import (
 from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
 from training.flags import parallel_rules
 from training.settings.config import Config, UsageError
-from training.settings.pipeline_schedule import micro_batch_counts
 
 OFFLOAD = "--cpu-offload-activations"
-GRAPH = "--cuda-graph"
 # Megatron-LM's other recipe, and the way round
 ELSEWHERE = {
     "custom": "a recipe of your own is a Recipe (mpu/layers/linear.py), which a layer of your "
@@ -174,54 +171,3 @@ def check_offload(config: Config) -> None:
             f"{OFFLOAD} with --recompute-num-layers {group}: a stage's last group of recomputed "
             "layers stays, and no stage has another"
         )
-
-
-def check_graph(config: Config) -> None:
-    """Raise UsageError naming the flag that does not go with --cuda-graph, and why."""
-    g = config.gpu
-    if not g.cuda_graph:
-        return
-    for flag, why in _forbid(config):
-        raise UsageError(f"{GRAPH} with {flag}: {why}")
-    if not config.run.dry_run and (why := registers_graphs()):
-        raise UsageError(f"{GRAPH}: {why}")
-
-
-def _forbid(config: Config) -> Iterator[tuple[str, str]]:
-    g, p, data = config.gpu, config.parallel, config.data
-    if parallel_rules.on_cpu(config):
-        yield "--device cpu", "a CPU has no CUDA graphs"
-    size = p.pipeline_model_parallel_size
-    if size > 1 or p.virtual_stages > 1:
-        why = "the host decides when messages are sent, so a graph cannot contain a pipeline"
-        yield f"--pipeline-model-parallel-size {size}", why
-    if (cp := p.context_parallel_size) > 1:
-        why = "attention copies the order of the ranks' tokens from the host"
-        yield f"--context-parallel-size {cp}", why
-    if g.cpu_offload_activations:
-        yield "--cpu-offload-activations", "its host memory differs between micro-batches"
-    if p.optimizer_state_offload:
-        yield "--optimizer-state-offload", "layers say when state comes and goes, as they run"
-    if p.zero == 3:
-        yield "--zero-stage 3", "weights are gathered into different memory for each block"
-    if p.zero == 2:
-        yield "--zero-stage 2", "full gradients have different memory in each step"
-    if p.zero_reduce_each_microbatch:
-        yield "--zero-reduce-each-microbatch", "every micro-batch starts sums"
-    if not config.model.untie_embeddings_and_output_weights:
-        why = "look-ups of a tied matrix are summed in memory that each step allocates"
-        yield "tied embeddings, without --untie-embeddings-and-output-weights", why
-    if data.reset_attention_mask:
-        yield "--reset-attention-mask", "documents have different lengths in each micro-batch"
-    if p.tp_comm_overlap != "none":
-        why = "the host counts what its flags wait for"
-        yield f"--tp-comm-overlap {p.tp_comm_overlap}", why
-    if every := config.log.log_layer_rms_interval:
-        yield f"--log-layer-rms-interval {every}", "a replayed graph calls no module"
-    few = min(micro_batch_counts(config))
-    taken = int(p.overlap_grad_reduce) + int(p.overlap_param_gather and p.shard_size > 1)
-    if few <= taken:
-        flags = ["--overlap-grad-reduce"] * p.overlap_grad_reduce
-        flags += ["--overlap-param-gather"] * (taken > p.overlap_grad_reduce)
-        why = f"their micro-batches are eager, and a step has {few}: take a larger batch"
-        yield " and ".join(flags), why

@@ -23,8 +23,8 @@ REMOVED = {  # flags that this program had, and what to do instead
     "leave it out",
     "--tp-comm-overlap-cache": "a checkpoint records what --tp-comm-overlap auto chose; leave it "
     "out, or name a method for the same bits in every run",
-    "--hierarchical-context-parallel-sizes": "--cp-comm-type a2a+p2p, which took them, is no more, "
-    "and nothing takes its place; use --cp-comm-type p2p over nodes",
+    "--hierarchical-context-parallel-sizes": "they are sizes of --cp-comm-type a2a+p2p, which was "
+    "removed too, and nothing takes its place; use --cp-comm-type p2p between nodes",
     "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
     "bf16 by --first-last-layers-bf16",
     "--muon-coefficients": "--muon-coefficient-type names the coefficients of each iteration; your "
@@ -32,6 +32,9 @@ REMOVED = {  # flags that this program had, and what to do instead
     "--memory-picture-rank": "--memory-picture draws the fullest pipeline rank; leave it out",
     "--save-hf-max-shard-size": "a file of weights has at most 5 GB, as transformers writes them; "
     "leave it out",
+    "--cuda-graph": "on an H200 it gained nothing, and nothing takes its place; leave it out",
+    "--data-local-copy": "the job script copies the data to each node, by the lines in "
+    "docs/data.md, and --data-path names the copy; leave it out",
     "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "
     "out; a restart begins at the newest checkpoint of --load or --save (--save-interval)",
 }

@@ -123,7 +123,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     compute_rules.check_float8,
     compute_rules.check_recompute,
     compute_rules.check_offload,
-    compute_rules.check_graph,
     run_rules.check_learning_rate,
     run_rules.check_run,
     run_rules.check_paths,

@@ -314,7 +314,6 @@ def _directories(config: Config) -> None:
         "--save-hf": saves and saves.save_hf,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": _to_make(config.data.data_cache_path),
-        "--data-local-copy": _to_make(config.data.data_local_copy),
         "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
         "--memory-snapshot-path": history and os.path.dirname(os.path.abspath(history)),
     }

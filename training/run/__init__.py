@@ -11,7 +11,7 @@ export          Hugging Face folders next to the saves
 stop            signals and time, agreed by all ranks
 restarts        what an attempt leaves to the next one, under torchrun --max-restarts
 log, output, layer_values, expert_values    the log: lines, JSON, TensorBoard, W&B
-memory_report, device, gpu_health, peak_flops, attention, cuda_graph    the device
+memory_report, device, gpu_health, peak_flops, attention    the device
 model_profile, pipeline_stages, context_parallel, matrices    the model's FLOPs and who gets what
 gpus, text, waiting    rows of data sheets; tables and progress for a terminal
 sample          a text that the model continues

@@ -6,7 +6,7 @@ expert_load              tokens of the fullest expert over the mean of its layer
 dropped_share            of the pairs (token, expert), those that found their expert full
 layer_I/...              with --moe-per-layer-logging: the same of layer I, and its router's
                          losses a token
-expert_tokens            with it: [layer, [tokens of each expert]], for tools/plot_experts.py
+expert_tokens            with it: [layer, [tokens of each expert]]
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what a host has no memory for, and report what a rank was measured to use."""
+"""Refuse to start where the host has too little memory, and report what a rank uses."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -38,6 +38,11 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def note_of(rank: int) -> Callable[[str], None]:
+    """Return what prints a line on rank 0, and nothing on the others."""
+    return say if rank == 0 else lambda line: None
+
+
 def flush() -> None:
     """Write out what is buffered for standard output and error, or lose it."""
     for stream in (sys.stdout, sys.stderr):

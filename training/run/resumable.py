@@ -117,7 +117,7 @@ def check_names(model: nn.Module, names: Any) -> None:
                 f"{name} is of {tensor.dtype}: a checkpoint holds {', '.join(DTYPES.values())}"
             )
         for each in theirs:
-            if each in taken:
+            if taken.get(each, name) != name:
                 raise UsageError(
                     f"hf_names has {each!r} for {taken[each]} and for {name}: each tensor needs a "
                     "name of its own"

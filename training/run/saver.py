@@ -261,7 +261,8 @@ class Saver:
 
     def poll(self) -> None:
         """Print the failure of a background save that has ended; never wait for one."""
-        self._report_failure(self._background.poll)
+        if self._staging is not None or self._hf is not None:  # else none is in the background
+            self._report_failure(self._background.poll)
 
     def _report_failure(self, work: Callable[[], None], must: bool = False) -> None:
         try:

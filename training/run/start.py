@@ -51,7 +51,7 @@ from training.run.autotune.overlap import Note, Overlap
 from training.run.device import choose_device
 from training.run.log import Log
 from training.run.model_profile import ModelProvider, model_profile, whole_model
-from training.run.output import check_wandb_login, say
+from training.run.output import check_wandb_login
 from training.run.rendezvous import RendezvousError
 from training.run.restarts import write_error_file
 from training.run.saver import Saver
@@ -68,11 +68,6 @@ from training.settings.stages import name_at, tokens_at
 ROOT = Path(__file__).resolve().parents[2]
 # errors that a user can do something about: one sentence, no traceback
 EXPECTED = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
-
-
-def note_of(grid: Grid) -> Callable[[str], None]:
-    """Return what prints a line on rank 0, and nothing on the others."""
-    return say if grid.rank == 0 else lambda text: None
 
 
 def prepare(

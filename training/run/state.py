@@ -34,7 +34,6 @@ class Run:
     monitor: FailureMonitor
     iteration: int = 0
     consumed: int = 0  # samples
-    compute: "RunSchedule | None" = None  # in place of run_schedule (--cuda-graph)
 
     def __post_init__(self) -> None:
         self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
@@ -49,7 +48,7 @@ class Run:
 class RunSchedule(Protocol):
     """Execute a schedule on micro-batches; return fp64 [3]: losses, tokens, auxiliary.
 
-    run_schedule() of pretrain_llama.py is one, CUDA graphs of it are another.
+    run_schedule() of pretrain_llama.py is one.
     """
 
     def __call__(

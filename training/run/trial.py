@@ -8,7 +8,7 @@ the layers' own code. A failure is one sentence: torch's or Triton's own, and wh
 
 It takes about a second, and tens of MB. It does not cover: collectives (each group makes its
 first one when ranks connect), kernels that are chosen by a large shape, a fork's own operations,
-CUDA graphs, the overlap kernels, host memory that is page-locked.
+the overlap kernels, host memory that is page-locked.
 """
 
 import time

@@ -31,7 +31,6 @@ from mpu.pipeline.stage_layout import Stage
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.loss_mask import is_masked
-from training.run.cuda_graph import Graphs
 from training.run.model_profile import ModelProvider
 from training.run.pipeline_stages import rank_stages
 from training.run.state import Run, RunSchedule
@@ -116,8 +115,6 @@ def warm_up(
 ) -> None:
     """Run each chunk of this rank, where the run is a pipeline on GPUs, and say so.
 
-    Under --cuda-graph let the run's steps go through graphs.
-
     run_schedule: the program's function. overlap: the methods of its linear layers.
     All ranks call it.
     """
@@ -127,10 +124,6 @@ def warm_up(
         run_chunks(run, provider, run_schedule, overlap)
         seconds = time.perf_counter() - begin
         note(f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s")
-    gpu = run.config.gpu
-    if gpu.cuda_graph:
-        parallel, steps = run.config.parallel, gpu.cuda_graph_warmup_steps
-        run.compute = Graphs(run_schedule, parallel, steps, note)
 
 
 def run_chunks(

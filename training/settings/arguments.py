@@ -265,12 +265,6 @@ class MoEConfig:
         older=0,
         stops=(
             Stop(
-                "--num-experts & --cuda-graph",
-                "",
-                "--cuda-graph is not available with --num-experts {0}: the number of an "
-                "expert's tokens changes from step to step",
-            ),
-            Stop(
                 "--num-experts & --tensor-model-parallel-size",
                 "--sequence-parallel",
                 "--num-experts {0} at --tensor-model-parallel-size {1} needs "
@@ -478,7 +472,7 @@ class Layout:
         "p2p",
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
         "ring, gathered, or by heads (a2a)",
-        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p over nodes"),)),
+        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p between nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
         1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
@@ -536,7 +530,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Zero:
-    """What data-parallel ranks shard, and when they send it (docs/memory.md)."""
+    """ZeRO: what is sharded, and when it is communicated (docs/memory.md)."""
 
     zero_stage: int | None = setting(  # read ParallelConfig.zero instead
         None,
@@ -570,7 +564,7 @@ class Zero:
     overlap_param_gather: bool = setting(
         False,
         "gather weights while the ranks compute: updated weights during the next forward; at "
-        "--zero-stage 3 one block ahead",
+        "--zero-stage 3 prefetch one block",
     )
     ddp_bucket_size: int | None = setting(
         None,
@@ -1224,15 +1218,6 @@ class DataConfig:
         local=True,
         changes_numbers=False,
     )
-    data_local_copy: str | None = setting(
-        None,
-        "copy the data there first, once a host, and read the copy",
-        "directory",
-        DIRECTORY,
-        ours=True,
-        local=True,
-        changes_numbers=False,
-    )
     mock_data: bool = setting(
         False,
         "train on made-up tokens and read no data file",
@@ -1449,7 +1434,7 @@ class CheckpointConfig:
     )
     trust_owner: tuple[str, ...] = setting(
         (),
-        "read checkpoints, data caches and local copies of these users too, where they are, not "
+        "read checkpoints and data caches of these users too, where they are, not "
         "this user's and root's alone",
         "names or numbers of users",
         TEXTS,
@@ -1652,14 +1637,6 @@ class Float8Config:
         f"one of {', '.join(RECIPES)}",
         derived="delayed",
         needs="--fp8-format",
-        stops=(
-            Stop(
-                "--fp8-recipe delayed & --cuda-graph",
-                "",
-                "--cuda-graph with --fp8-recipe delayed: the first step computes scales "
-                "differently from later ones, which a graph cannot do; use tensorwise",
-            ),
-        ),
     )
     fp8_amax_history_len: int = setting(
         1,
@@ -1706,7 +1683,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Where activations wait for backward, and who launches a step (docs/memory.md)."""
+    """Activation offload and CUDA graphs (docs/memory.md)."""
 
     cpu_offload_activations: bool = setting(
         False,
@@ -1747,27 +1724,6 @@ class GpuConfig:
                 "--min-offloaded-tensor-size",
                 "--cpu-offload-activations",
                 "--min-offloaded-tensor-size {0} needs --cpu-offload-activations",
-            ),
-        ),
-    )
-    cuda_graph: bool = setting(
-        False,
-        "run forward and backward of each micro-batch from a CUDA graph, which costs the host "
-        "one launch",
-        off="left out, the host launches each kernel",
-        ours=True,
-    )
-    cuda_graph_warmup_steps: int = setting(
-        3,
-        "steps that are eager, before the capture",
-        "steps",
-        integer(1),
-        needs="--cuda-graph",
-        stops=(
-            Stop(
-                "--cuda-graph-warmup-steps",
-                "--cuda-graph",
-                "--cuda-graph-warmup-steps {0} needs --cuda-graph",
             ),
         ),
     )

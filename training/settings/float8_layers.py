@@ -38,8 +38,7 @@ def recipe_of(config: Config, ctx: LayerContext) -> Float8:
     several = batch.global_batch_size > batch.micro_batch_size * dp
     return Float8(
         RECIPES[f.fp8_recipe], f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16,
-        # a graph would read rows where the graph of another micro-batch has made them
-        keeps=several and not f.no_fp8_weight_cache and not config.gpu.cuda_graph,
+        keeps=several and not f.no_fp8_weight_cache,
     )  # fmt: skip
 
 

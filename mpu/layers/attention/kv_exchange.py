@@ -218,7 +218,7 @@ def _zeros(k: Tensor, v: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _unstack(kv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what travels as K and V again, [b, g, s, d] and [b, g, s, e]. k: keys of size d."""
+    """Split a message into K and V, [b, g, s, d] and [b, g, s, e]. k: keys of size d."""
     d = k.shape[3]
     keys, values = _heads(kv).split([d, kv.shape[3] - d], 3)
     return keys, values

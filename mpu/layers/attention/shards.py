@@ -19,7 +19,7 @@ same work. (The head-tail, or zig-zag, order of Megatron's context parallelism.)
 The n mod 2 cp tokens that a document's chunks leave over are its first ones, which have the least
 work. Those of all documents together are dealt out, one a rank in each round, so a row needs no
 padding; in short rows ranks then exchange some. Everything here is arithmetic on positions: it
-serves the batch, attention, the plan and the picture (tools/draw_attention.py).
+serves the batch, attention, the plan and the picture (benchmarks/draw_attention.py).
 """
 
 from bisect import bisect_right

@@ -63,19 +63,16 @@ def format_of_dy(scaling: str, name: str) -> Format:
 
 @dataclass(frozen=True, eq=False)
 class Float8(Recipe):
-    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are. keeps: rows of w
-    and of w^T are made once a step, as Transformer Engine makes them, and not for each micro-batch.
-
-    slot: of tensorwise scales that follow from earlier steps, where the layer's amaxes are; plain
-    is then the recipe without it, which all layers share.
-    """
+    """The recipe of one scaling."""
 
     scaling: str
     format: str
     ctx: LayerContext
-    wgrad: bool = True
+    wgrad: bool = True  # weight gradients in float8; else from unquantized x and dy
+    # rows of w and w^T are made once a step, as in Transformer Engine, not per micro-batch
     keeps: bool = False
-    slot: Slot | None = None
+    slot: Slot | None = None  # of delayed scaling: the amaxes of the layer
+    # of delayed scaling: the same recipe without `slot`, which all layers share
     plain: "Float8 | None" = None
     on_gpu: bool = field(init=False)
     nothing: Tensor = field(init=False, repr=False)  # one NaN: see `unread`

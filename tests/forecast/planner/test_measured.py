@@ -130,7 +130,7 @@ def test_a_plan_ranks_by_what_was_measured(ask: Ask, stand_in: StandIn, tmp_path
     measured = column(out, "measured")
     assert measured[0].startswith("200 (") and measured[1].startswith("15 (")
     assert measured[2] == "failed" and "3 failed: rank 1: CUDA out of memory" in out
-    command = out.split("what is yours to choose:")[1].replace("\\\n", " ")
+    command = out.split("as examples of your own choices:")[1].replace("\\\n", " ")
     assert order[0] in " ".join(command.split())
     assert "layout 2 of 3: failed: rank 1: CUDA out of memory" in err
     calls = (tmp_path / "calls").read_text().splitlines()

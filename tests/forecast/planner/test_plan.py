@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -27,14 +26,11 @@ from forecast.planner.search import Plans
 from forecast.recording import HOST, record
 from tests.sampling import sampled
 from tools import plan
-from tools.pictures import plan as picture
 from training.flags.parse import parse
 from training.run.model_profile import model_profile
 from training.run.waiting import Progress
 from training.settings.config import Config
 
-SVG = "{http://www.w3.org/2000/svg}"
-USE = f"{SVG}use"
 SMALL = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 4 --vocab-size 32000"
@@ -70,8 +66,7 @@ def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
     one, four = read_cluster("8xrtx-4090"), read_cluster("4x8xA100-40")
     assert (one.nodes, one.node, one.gpus) == (1, 8, 8) and one.levels[0].bandwidth == 32e9
     assert (four.nodes, four.gpus, four.levels[0].bandwidth) == (4, 32, 300e9)
-    plans = plan.plans_of(UNTIED, one, {"seq-length": 1024})
-    assert plans.limit == available(24e9)
+    assert one.limit == available(24e9)
     for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
         with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
             read_cluster(name)
@@ -300,26 +295,6 @@ def test_nothing_that_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
     assert "none fits 73.7 GB; least with" in capsys.readouterr().out
     assert plan.main([*argv, "--why", "--tensor-model-parallel-size 8 --sequence-parallel"]) == 1
     assert "it needs " in capsys.readouterr().out
-
-
-def test_the_picture_has_a_point_for_each_layout(plans: Plans, tmp_path: Path) -> None:
-    path = tmp_path / "a.svg"
-    picture.draw(plans, path)
-    root = ElementTree.parse(path).getroot()
-    points = [use for g in root.iter(f"{SVG}g") if g.get("id") == "layouts" for use in g.iter(USE)]
-    shown = plans.times.step <= 4 * plans.times.step.min()
-    assert 0 < len(points) <= shown.sum()
-    front = picture.pareto(plans)
-    for n in range(len(plans.layouts)):
-        assert any(
-            plans.times.step[f] <= plans.times.step[n] and plans.bytes[f] <= plans.bytes[n]
-            for f in front
-        )
-    first = path.read_bytes()
-    picture.draw(plans, path)
-    assert path.read_bytes() == first
-    with pytest.raises(ValueError, match=r"a\.pdf: a picture is a \.png or an \.svg"):
-        picture.draw(plans, tmp_path / "a.pdf")
 
 
 @pytest.mark.prove

@@ -83,6 +83,7 @@ def test_layers_that_differ_are_recorded_with_all_of_them() -> None:
     assert prepared(muon.model, muon.cluster, muon.argv).points == [Point(0, 0)]
 
 
+@pytest.mark.prove
 def test_a_record_that_fails_says_why(worker: Worker) -> None:
     run = run_of("--micro-batch-size 1 --global-batch-size 64")
     few = prepared(run.model, run.cluster, run.argv)
@@ -90,9 +91,13 @@ def test_a_record_that_fails_says_why(worker: Worker) -> None:
     with pytest.raises(Unplayable, match="UsageError: .*--no-such-flag"):
         worker.ask([job, few.jobs[1]])
         composed(few, [worker.answer() for _ in few.jobs])
+
+
+@pytest.mark.prove
+def test_a_worker_that_has_died_is_said() -> None:
     with pytest.raises(Unplayable), Worker() as ended:
         ended._process.kill()
-        ended.ask([job])
+        ended.ask([{"argv": []}])
         ended.answer()
 
 

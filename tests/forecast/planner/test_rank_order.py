@@ -25,7 +25,7 @@ from forecast.planner.rank_order import (
     ledger,
     seconds,
 )
-from mpu.comm import collectives, p2p
+from mpu.comm import collectives
 from mpu.comm.transport import Axis
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
@@ -135,7 +135,8 @@ class Counted:
         patch.setattr(collectives.dist, "all_reduce", reduce)
         patch.setattr(collectives.dist, "all_to_all_single", exchange)
         changed = {"isend": isend, "batch_isend_irecv": batch, "P2POp": operation}
-        patch.setattr(p2p, "dist", SimpleNamespace(**vars(dist) | changed))
+        for name, call in changed.items():
+            patch.setattr(collectives.dist, name, call)
 
 
 def send(comm, case, order):
@@ -156,8 +157,6 @@ def hold(world, case, orders):
     for order in orders:
         config = config_of(case, order)
         told = across(make_grid(config, Launch(0, size)), LEVELS, ledger(config), GLOO)
-        if shard := told.pop("dp_cp_shard", None):
-            told["dp_cp"] = [a + b for a, b in zip(told["dp_cp"], shard, strict=True)]
         seen = {axis: [0] * len(LEVELS) for axis in told}
         for sent in world(size).run(send, case, order):
             for axis, source, target, count in sent:

@@ -49,7 +49,6 @@ CHOICES = [  # each flag's values; an empty one leaves it out
      "--reset-position-ids"],
     ["", "--untie-embeddings-and-output-weights"],
     ["", "", "", "--defer-embedding-wgrad-compute", "--defer-embedding-wgrad-compute"],
-    ["", "", "", "", "--cuda-graph"],
     ["", "", "", f"{EXPERTS} 2 {TO} alltoall", f"{EXPERTS} 1 --moe-router-pre-softmax {TO} auto",
      f"{EXPERTS} 2 {TO} allgather --moe-shared-expert-intermediate-size 512"],
     [f"{EP} 2", f"{EP} 2", f"{EP} 4", f"{EP} 8", ""],
@@ -85,8 +84,7 @@ NEEDS = {  # flags that begin so go, unless one of these is drawn
     "--num-experts": ("--moe", "--expert", "--overlap-moe"),
 }
 EXCLUDE = {  # flags that begin so go where one of these is drawn
-    PP: ("--cuda-graph",),
-    "--num-experts": ("--fp8", "--first-last", "--cuda-graph", "--cpu-offload"),
+    "--num-experts": ("--fp8", "--first-last", "--cpu-offload"),
     FULL: ("--cpu-offload",),
     "--fp8-format": ("--rehearse-device a100",),
     BLOCKWISE: ("--rehearse-device",),

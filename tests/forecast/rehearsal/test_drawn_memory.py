@@ -26,7 +26,7 @@ from training.settings.config import Config
 from training.settings.pipeline_schedule import recomputed_layers, schedule_of
 
 SEEDS, WITHIN = range(200, 250), 0.02
-WITHOUT = ("--reset", "--eod", "--cuda-graph", "--rehearse-device a100")
+WITHOUT = ("--reset", "--eod", "--rehearse-device a100")
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 32768 --hidden-size 1024
     --num-attention-heads 8 --group-query-attention --ffn-hidden-size 3072 --seq-length 1024

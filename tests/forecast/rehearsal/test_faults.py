@@ -11,7 +11,7 @@ import pytest
 from tests import rehearsal_faults
 from tests.rehearsal_faults import FOUND, ROOT, faults, functions, how_found
 
-KINDS, FAULTS = 41, 132
+KINDS, FAULTS = 40, 130
 SAMPLE = (1, 42)  # a sum over tp left out, by a test of numbers; a blocking copy, by a rule
 
 

@@ -104,7 +104,8 @@ def test_fused_adamw_takes_its_scalars_in_fp32():
         scalars_are_single({"grad_scale": one, "found_inf": one.double()})
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
+@pytest.mark.prove
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_pipeline_of_one_micro_batch_has_no_finding(rehearse, rank):
     flags = f"--pipeline-model-parallel-size 2 --global-batch-size 1 --rehearse-rank {rank}"
     code, report, text = rehearse(flags, 2)

@@ -14,8 +14,9 @@ def of_loss(report):
     return sum(row["count"] for row in rows), sum(row["bytes"] for row in rows)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world, flags", [
-        pytest.param(1, "", marks=pytest.mark.prove),
+        (1, ""),
         (2, "--tensor-model-parallel-size 2"),
     ])
 def test_three_passes_over_the_logits(rehearse, world, flags):

@@ -35,10 +35,8 @@ CASES = [  # ranks, flags, launches of the kernel a layer and micro-batch
 ]
 
 
-@pytest.mark.parametrize(
-    "world, flags, flag, launches",
-    [pytest.param(*one, marks=[pytest.mark.prove] * (one is not CASES[0])) for one in CASES],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("world, flags, flag, launches", CASES)
 def test_a_launch_a_block_of_attention(rehearse, world, flags, flag, launches):
     """And no logits in memory: half the FLOPs of attention's forward, in 16-bit numbers.
 

@@ -150,7 +150,7 @@ def test_a_changed_copy_is_rehearsed_itself(tmp_path):
             ("--rehearse-device h100 --kv-channels 256", "flash"),
             ("--rehearse-device h100 --deterministic-mode", "flash"),
         ],
-        2,
+        4,
     ),
 )
 def test_attention_is_the_kernel_that_torch_chooses_on_the_device(rehearse, more, kernel):

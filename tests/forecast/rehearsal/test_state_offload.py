@@ -27,8 +27,7 @@ def told(world: int, flags: str):
     """Return what the dry run says: the peak, and the bytes that go down and come up."""
     config = parse([*SMALL, *flags.split(), "--dry-run"], world)
     recording = record(config, pretrain_llama, [0])[0]
-    moved = recording.recorder.down, recording.recorder.up
-    return sum(memory(config, recording).values()), moved
+    return sum(memory(config, recording).values()), recording.copied()
 
 
 def check(rehearse, world: int, flags: str, within: float) -> int:

@@ -227,6 +227,7 @@ def signed(epoch):
     return (epoch + 2**31) % 2**32 - 2**31
 
 
+@pytest.mark.prove
 def test_epochs_wrap_round(interpreted):
     interpreted(4).run(wrap)
 

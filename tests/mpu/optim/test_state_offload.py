@@ -29,7 +29,7 @@ def on_device(run) -> int:
 @pytest.mark.parametrize("name", ["adam", "muon"])
 def test_it_is_away_from_forward_to_the_end_of_the_last_backward(name, monkeypatch):
     run = run_of(optimizer=name)
-    states, sink = run.optimizer.state_offload, run.sink
+    states, sink = run.optimizer.home, run.sink
     assert all(bucket.at == At.HOST for bucket in states.buckets) and on_device(run) == 0
     seen: list[tuple[str, list[At], int]] = []
     acquire, ready = type(sink).acquire, type(sink).register_grad_ready
@@ -80,24 +80,25 @@ def test_state_is_read_and_written_in_host_memory():
         p.data.fill_(0.5)
     optimizer.masters_from_weights()
     pretrain_llama.train_step(run, micro_batches(CASE, 0, 1), 0.0)
-    optimizer.state_offload.rest()
+    optimizer.home.rest()
     assert all(bool(((m == 0.5) | (m == 0) | (m == 3.0)).all()) for m in optimizer.masters)
 
 
 def test_what_shares_a_storage_moves_once_and_weights_stay():
     flat = torch.arange(12.0)
     one, two, weight = flat[:4], flat[4:], torch.ones(3)
-    states = StateOffload([[one, two], [weight]], [weight])
+    states = StateOffload([], [weight], torch.float32)
+    states.keep([[one, two], [weight]])
     assert states.nbytes == flat.nbytes and len(states.buckets[0].flats) == 1
     assert flat.untyped_storage().nbytes() == 0 and weight.tolist() == [1.0] * 3
-    assert states.home(two).tolist() == list(range(4, 12)) and states.home(weight) is weight
-    states.home(one)[0] = 9.0
+    assert states.at_rest(two).tolist() == list(range(4, 12)) and states.at_rest(weight) is weight
+    states.at_rest(one)[0] = 9.0
     states.arrive()
     assert flat.tolist() == [9.0, *range(1, 12)]
-    states.send()
+    states.leave()
     states.buckets[0].fetch()  # before anything was freed: the device has it
     assert states.buckets[0].at == At.DEVICE and flat.tolist()[0] == 9.0
     flat[1] = 7.0
     states.rest()
-    assert states.home(one).tolist() == [9.0, 7.0, 2.0, 3.0]
+    assert states.at_rest(one).tolist() == [9.0, 7.0, 2.0, 3.0]
     states.rest()

@@ -100,7 +100,7 @@ def measured(comm, name: str, pp: int, m: int) -> dict:
     return {"sets": live.most_sets, "bytes": live.most_bytes, "alone": alone}
 
 
-@pytest.mark.parametrize("pp, m", sampled([(4, 6), (2, 6)], 2))
+@pytest.mark.parametrize("pp, m", sampled([(4, 8), (2, 6)], 2))
 def test_live_activations_are_those_of_the_simulation(world, pp, m):
     for name, chunks in CHUNKS.items():
         results = world(pp).run(measured, name, pp, m)

@@ -116,7 +116,7 @@ def places_to_write(rng: random.Random, folder: Path) -> Case:
     victim = folder / "victim"
     written(victim, head(FLAGS), [step(1)])
     flags = ["--save", "--save-hf", "--log-json", "--tensorboard-dir", "--memory-snapshot-path",
-             "--rehearse-json", "--rehearse-trace", "--data-local-copy", "--data-cache-path",
+             "--rehearse-json", "--rehearse-trace", "--data-cache-path",
              "--wandb-project"]  # fmt: skip
     some = rng.sample(flags, 3)
     words = [word for flag in some for word in spelt(rng, flag, victim / flag[2:])]

@@ -32,6 +32,8 @@ def flip(path: Path, at: int) -> None:
 
 
 SHARD = "rank_00000-000.safetensors"
+
+
 def test_nothing_whole_is_refused_not_restarted(tmp_path: Path, write: Any, newest: Any) -> None:
     flip(write(tmp_path, 1) / SHARD, -3)
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints can be loaded.*XXH3-128"):

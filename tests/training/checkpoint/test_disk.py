@@ -94,6 +94,8 @@ CASES = [
     for call in calls
     for flags in ("", BACKGROUND)
 ]
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize(
     "name, call, flags", CASES

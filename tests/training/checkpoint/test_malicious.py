@@ -323,10 +323,11 @@ def test_json_larger_than_anyone_may_make_us_read(bad: Path, newest: Any) -> Non
     check_passed_over(newest, bad.parent, "larger than")
 
 
-@pytest.mark.parametrize("name", [*JSONS, SHARD, ""])
-@pytest.mark.parametrize(
-    "kind", ["pipe", "socket", "link", "dangling link", "loop", "device", "folder"]
-)
+KINDS = ("pipe", "socket", "link", "dangling link", "loop", "device", "folder")
+PLACES = [(name, kind) for name in (*JSONS, SHARD, "") for kind in KINDS]
+
+
+@pytest.mark.parametrize("name, kind", sampled(PLACES, 3))
 def test_what_is_no_plain_file(
     bad: Path, tmp_path: Path, newest: Any, name: str, kind: str
 ) -> None:

@@ -332,6 +332,7 @@ def resumes(sizes: Sequence[int], count: int) -> list[tuple[Case, bool]]:
     return [(case, i % 2 == 0) for i, case in enumerate(random.Random(7).sample(some, count))]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "cases",
     [resumes((2,), 1), pytest.param(resumes((2, 3, 4, 6, 8), 40), marks=pytest.mark.prove)],

@@ -209,7 +209,7 @@ def spoil(raw, kind, at, value):
     return raw[:at] + ((old + value) % 2**32).to_bytes(4, "little") + raw[at + 4 :]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=6),
     code=st.sampled_from(sorted(CODES)),

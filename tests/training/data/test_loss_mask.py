@@ -85,7 +85,6 @@ def stages(*names):
         "--data-path a b plain --split 8,2,0 --full-validation",
         "--train-data-path plain --valid-data-path a b --multiple-validation-sets",
         "--data-stages stages.json --valid-data-path b",
-        "--data-path a --split 8,2,0 --data-local-copy near",
     ],
 )
 def test_the_mask_is_that_of_the_tokens(words):
@@ -135,7 +134,7 @@ def test_ranks_of_a_layout_read_the_same_masks_and_context_parallel_ranks_their_
 
 
 def test_all_batches_of_masked_data_have_a_mask():
-    """Also of the parts without one, as a CUDA graph reads it and gradients are scaled by it."""
+    """Also of the parts without one, as gradients are scaled by it."""
     config = read("--data-path 0.1 a 0.9 plain --global-batch-size 4", base=BASE)
     loader = build_loaders(config, TOKENIZER, 0, 1).train
     kinds = {

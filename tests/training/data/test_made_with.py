@@ -103,7 +103,6 @@ def test_another_tokenizer_is_refused_wherever_a_pair_is_read(own, tmp_path):
         ("--train-data-path", a, "--test-data-path", c),
         ("--train-data-path", a, "--valid-data-path", b, c, "--multiple-validation-sets"),
         ("--data-path", c, "--data-order", "megatron"),
-        ("--data-path", c, "--data-local-copy", str(tmp_path / "copies")),
         ("--data-stages", str(stages)),
     ):
         with pytest.raises(ValueError, match="made with .* of 82 tokens .*, and") as error:

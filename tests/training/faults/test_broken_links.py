@@ -108,6 +108,7 @@ def test_a_reset_link_that_stays_away_is_told_by_both_its_ends(
         assert "was reset" in said
 
 
+@pytest.mark.prove
 def test_a_silent_link_is_told_by_both_its_ends(
     linked: Callable[..., Linked], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -379,12 +379,12 @@ def test_what_was_armed_is_taken_back_for_good() -> None:
 
 
 def test_a_single_rank_speaks_once_and_ends_at_its_timeout(capsys: Any) -> None:
-    watch, detector = HangWatch(floor=0.8, deadline=1.6), HangDetector(1.6, None)
+    watch, detector = HangWatch(floor=1.2, deadline=2.4), HangDetector(2.4, None)
     for phase in ("data", "step", "data"):
         watch.enter(phase)
     ended = threading.Event()
     hang = in_a_thread(lambda: watch_alone(watch, detector, lambda: "reading", ended, 0.05))
-    assert hang is not None and hang.stuck > 1.6
+    assert hang is not None and hang.stuck > 2.4
     said = capsys.readouterr().err
     assert said.count("rank 0 hangs in the phase data: in the data loader at") == 1
     assert "stack of the thread MainThread:" in said and "(limit 1 s)" in said

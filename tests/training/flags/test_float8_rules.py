@@ -28,11 +28,6 @@ def read(more="", world=1):
 
 MISTAKES = [
     # more flags, world size, what the sentence must hold
-    (
-        f"{ON} --bf16 --device cuda --dry-run --cuda-graph",
-        1,
-        "--cuda-graph with --fp8-recipe delayed: the first step",
-    ),
     (f"{ON} --fp8-amax-history-len 0", 1, "--fp8-amax-history-len 0: must be a whole number >= 1"),
     (f"{ON} --fp8-amax-compute-algo mean", 1, "mean: must be one of most_recent, max"),
     (f"{ON} --fp8-recipe custom", 1, "a layer of your --model-file takes as recipe="),

@@ -65,7 +65,7 @@ def test_help_all_lists_every_flag_with_unit_and_off_value(
         ("--ckpt-step", ["--ckpt-step N needs --load"]),
         ("--train-iters", ["Not together with --train-samples"]),
         ("--optimizer", ["--optimizer {adam,muon}"]),  # the group of this name has no dashes
-        ("enable-cuda-graph", ["the same as --cuda-graph", "captures each layer"]),
+        ("cuda-graph", ["was removed", "nothing takes its place"]),
         ("fp16", ["--fp16 is refused", "use --bf16"]),
         ("--swiglu", ["--swiglu is accepted: a Llama"]),
         ("checksum-messages", ["was removed"]),

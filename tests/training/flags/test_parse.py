@@ -504,9 +504,7 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=f"--save {tmp_path}.* is not writable by this user"):
         read(f"--save {tmp_path}/out")
-    with pytest.raises(UsageError, match=f"--data-local-copy {tmp_path}.* is not writable"):
-        read(f"--data-local-copy {tmp_path}/out")
-    read(f"--data-cache-path {tmp_path} --data-local-copy {tmp_path}")  # of a user who filled them
+    read(f"--data-cache-path {tmp_path}")  # of a user who filled it
 
 
 def test_a_dry_run_opens_no_file():

@@ -214,6 +214,7 @@ def test_a_rank_0_that_never_came_is_named(start):
     assert str(error).startswith("rank 0 did not connect to MASTER_ADDR:MASTER_PORT (127.0.0.1:")
 
 
+@pytest.mark.prove
 def test_an_agents_store_without_rank_0_is_left_in_time(agent):
     error = agent(2).run({1: impatient})[1]
     assert isinstance(error, RendezvousError) and "rank 0 did not connect" in str(error)
@@ -309,6 +310,7 @@ def test_rank_0_refuses(start):
     assert [str(results[r]) for r in (0, 1)] == ["rank 0: no"] * 2
 
 
+@pytest.mark.prove
 def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
     """What stands in the store is old: hellos, a refusal, answers, settings that were compared."""
     three = agent(3)

@@ -73,11 +73,6 @@ NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy", "wide", "cut")
             f"--data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[4:],
         ),
-        (
-            "--data-path a {} --split 1 --data-local-copy near",
-            f"--data-path: .* {AGAIN}; give weights to read it more often$",
-            NAMES[4:],
-        ),
         ("--train-data-path a b --valid-data-path {}", f"--valid-data-path: .* {TRAINED}", NAMES),
         (
             "--train-data-path 2 b 1 a --test-data-path b {}",

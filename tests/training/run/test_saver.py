@@ -381,6 +381,7 @@ def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: 
     assert "--tokenizer-model is missing" in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_the_lock_comes_before_the_look(
     begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

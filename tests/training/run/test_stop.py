@@ -175,7 +175,8 @@ with StopSignal() as stop:
     assert ("the first step took more than 0.1 s: stopped" in done.stderr) == code
 
 
-@pytest.mark.parametrize("number", [TERM, pytest.param(USR1, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("number", [TERM, USR1])
 def test_who_takes_a_signal_and_stays_is_ended(launcher, number):
     """A model's file may catch everything while it imports, and go on for long."""
     program = f"""

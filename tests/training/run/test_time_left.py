@@ -12,7 +12,7 @@ from tests.training.flags.test_parse import SMALL, read
 from training.faults.monitor import FailureMonitor
 from training.run.log import Log
 from training.run.start import log_of
-from training.run.step import Step
+from training.run.step import DONE, Decision, Step, after_step
 from training.run.time_left import TimeLeft
 from training.run.watch import Intervals
 from training.run.watch.intervals import evaluations_due, still_due
@@ -113,3 +113,20 @@ def test_a_kind_is_estimated_by_its_last_three_durations() -> None:
         with left.measuring("save"):
             clock.now += seconds
     assert left.seconds(5, {"save": 2, "sample": 3}) == 5 + 2 * 2.0
+
+
+def test_a_watcher_that_is_done_is_asked_no_more() -> None:
+    asked: list[str] = []
+
+    class Watcher:
+        def __init__(self, name: str, decision: Decision) -> None:
+            self.name, self.decision = name, decision
+
+        def after_step(self, step: Step) -> Decision:
+            asked.append(self.name)
+            return self.decision
+
+    watchers: list[Any] = [Watcher("once", DONE), Watcher("always", Decision(save=True))]
+    for i in (1, 2):
+        assert after_step(Step(i, 8 * i, 8, 1e-3, None), watchers) == Decision(save=True)
+    assert asked == ["once", "always", "always"]

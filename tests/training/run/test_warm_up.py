@@ -127,9 +127,6 @@ def test_it_runs_where_a_message_could_meet_a_kernel_that_never_ran(monkeypatch,
     monkeypatch.setattr(warm_up_module, "run_chunks", lambda *about: ran.append(about))
     monkeypatch.setattr(torch.cuda, "synchronize", ran.append)
     grid = SimpleNamespace(pp=SimpleNamespace(size=pp))
-    config = SimpleNamespace(gpu=SimpleNamespace(cuda_graph=False))
-    run = SimpleNamespace(
-        device=torch.device(kind), grid=grid, monitor=SimpleNamespace(), config=config
-    )
+    run = SimpleNamespace(device=torch.device(kind), grid=grid, monitor=SimpleNamespace())
     warm_up(run, *PROGRAM, said.append)
     assert len(said) == needed and len(ran) == needed

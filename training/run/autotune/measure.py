@@ -32,19 +32,19 @@ Spent = dict[str, tuple[float, float]]  # {method: seconds of forward, of backwa
 
 @dataclass(frozen=True)
 class Projection:
-    """The two matmuls of a linear layer, as one rank makes them.
+    """The two matmuls of a linear layer on one rank, with t ranks of tensor parallelism.
 
-    column: x [rows, k] of every rank is gathered, and multiplied with w [width, k]. Else x [t rows,
-    k] is multiplied, and the sum over the ranks scattered to [rows, width]. recipe: the layer's, if
-    it is not the plain one. Without sequence parallelism t is 1 here, and nothing is gathered.
+    Without sequence parallelism t is 1 here, and nothing is gathered.
     """
 
+    # gather x [rows, k] of every rank, then multiply with w [width, k]; else multiply x [t rows, k]
+    # and reduce-scatter to [rows, width]
     column: bool
     rows: int
     k: int
     width: int
     dtype: torch.dtype
-    recipe: Recipe | None = None
+    recipe: Recipe | None = None  # the layer's; None: the plain one
 
     @property
     def forward(self) -> str:

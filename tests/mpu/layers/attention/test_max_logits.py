@@ -63,6 +63,7 @@ def test_what_is_not_finite_is_infinite(odd: float) -> None:
     assert noted.isfinite().all()
 
 
+@pytest.mark.prove
 def test_chunks_are_of_the_device() -> None:
     """8,192 tokens of 32 heads: 512 chunks of a CPU's cache; elsewhere few, and with the kernel's
     dtypes no logit is stored, so that a plan counts none.

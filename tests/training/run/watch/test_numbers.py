@@ -302,6 +302,7 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
     assert state["passed_over"] == [5]
 
 
+@pytest.mark.prove
 def test_rewind_before_the_first_save_goes_back_to_the_start(
     go: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -314,6 +315,7 @@ def test_rewind_before_the_first_save_goes_back_to_the_start(
     saved.check_equal(here, saved.tensors(tmp_path / "want", 3))
 
 
+@pytest.mark.prove
 def test_rewinds_that_do_not_help_end_the_run(go: Any, tmp_path: Path, monkeypatch: Any) -> None:
     after_step(monkeypatch, set(range(4, 30)), spoil_gradient(NAN), once=False)
     said = go("--train-iters 30 --save-interval 3 --save {tmp}/saved --on-nan rewind", code=1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw which context-parallel rank attends to what in a row of tokens, and print its share.
 
-    python tools/draw_attention.py --cp 4 --documents 64 --out causal.svg
-    python tools/draw_attention.py --cp 4 --documents 70,25,1,32 --window 16
-    python tools/draw_attention.py --all docs/attention
+    python benchmarks/draw_attention.py --cp 4 --documents 64 --out causal.svg
+    python benchmarks/draw_attention.py --cp 4 --documents 70,25,1,32 --window 16
+    python benchmarks/draw_attention.py --all docs/attention
 
 Queries go down, keys to the right. A block of attention has the colour of the rank that holds its
 queries; the strip on the left shows who holds which token (mpu/layers/attention/shards.py).
@@ -17,11 +17,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
-
-from mpu.needs import explain_missing_packages
-
-if __name__ == "__main__":
-    explain_missing_packages()
 
 from mpu.layers.attention.shards import balance, context_blocks, pairs, shards
 from tools.command_line import Parser, error_line

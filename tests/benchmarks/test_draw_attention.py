@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/draw_attention.py: the pictures in docs/, the shares that it prints, and refusals."""
+"""benchmarks/draw_attention.py: the pictures in docs/, the shares that it prints, and refusals."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.draw_attention import DOCS, main
 from mpu.layers.attention.shards import context_blocks, shards
-from tools.draw_attention import DOCS, main
 
 PICTURES = Path(__file__).parents[2] / "docs/attention"
 PAGE = Path(__file__).parents[2] / "docs/long_context.md"
