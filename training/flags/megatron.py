@@ -1082,7 +1082,7 @@ REFUSED = (
     Refused(
         "a flag that freezes all layers",
         "--freeze-all-layers",
-        "--param-group 'layers.*' frozen does that, and patterns freeze any others (docs/zero.md)",
+        "--param-group 'layers.*' frozen freezes all layers (docs/optimizers.md)",
     ),
     Refused(
         "a layout from a checkpoint",
