@@ -24,6 +24,7 @@ from mpu.mup import MuP, Widths
 from mpu.param import GROUPS
 
 HERE = Path(__file__).resolve().parent
+NO_MODELS = ("__init__", "huggingface", "load", "sizes")  # other files of this folder
 # by model_type, where the names differ
 FILES = {
     "granite": "llama",
@@ -175,7 +176,7 @@ def model_file_of(
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
     at = (HERE.parent / str(named or f"model/{FILES.get(kind, kind)}.py")).resolve()
-    known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load", "sizes"))
+    known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in NO_MODELS)
     if at in [HERE / f"{stem}.py" for stem in known]:
         return load_model_file(str(at))
     if named:

@@ -141,7 +141,7 @@ MISTAKES = {
         "residual_multiplier = ",
     ),
     "an activation that nobody checks": Mistake(
-        LLAMA, {'    "hidden_act": lambda v: v in ("silu", "swish"),\n': ""}, "hidden_act = "
+        LLAMA, {READS: READS.replace(")", ', rules={"hidden_act": bool})')}, "hidden_act = "
     ),
     "a model type that nobody checks": Mistake(
         QWEN3, {'(hf, "qwen3"': '(hf, hf["model_type"]'}, "model_type = "
