@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 REMOVED = (
     "fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto",
     "parallel.core_attention_backend",  # parallel.attention_backend
-    "fault.peer_checkpoint", "fault.empty_unused_memory_level",
+    "fault.peer_checkpoint", "fault.empty_unused_memory_level", "data.data_local_copy",
+    "float8.fp8_param_gather", "gpu.cuda_graph", "gpu.cuda_graph_warmup_steps",
+    "parallel.hierarchical_context_parallel_sizes",
     "run.memory_picture_rank", "checkpoint.save_hf_max_shard_size", "data.validation_set_names",
     "optimizer.muon_coefficients", "optimizer.muon_use_syrk", "float8.fp8_margin",
     "moe.moe_token_drop_policy", "parallel.wgrad_deferral_limit",
