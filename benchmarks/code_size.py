@@ -5,7 +5,7 @@
 
 A token is a name, a number, an operator or a word inside a string. Comments, docstrings and layout
 do not count, so neither packing lines nor splitting files changes the figure. Python and C++ count
-apart; JSON is data and counts in bytes. A room is a top folder, or a folder in it. The product is
+apart; JSON and TOML are data and count in bytes. A room is a top folder, or a folder in it. The product is
 all but tests/, benchmarks/ and setup.py. The files are those that git tracks.
 """
 
@@ -27,7 +27,8 @@ LAYOUT = {
     tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
 CPP = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\w+|[^\w\s]', re.DOTALL)
-KINDS = {".py": "python", ".cpp": "C++", ".h": "C++", ".cu": "C++", ".json": "JSON bytes"}
+DATA = "bytes of data"
+KINDS = {".py": "python", ".cpp": "C++", ".h": "C++", ".cu": "C++", ".json": DATA, ".toml": DATA}
 OUTSIDE = ("tests", "benchmarks", "setup.py")
 
 
@@ -63,7 +64,7 @@ def of_cpp(source: str) -> int:
 def size(name: str, source: str) -> int:
     """Count a file in the unit of its kind."""
     suffix = Path(name).suffix
-    if suffix == ".json":
+    if KINDS[suffix] == DATA:
         return len(source.encode())
     return of_python(source) if suffix == ".py" else of_cpp(source)
 
