@@ -27,7 +27,7 @@ LAYOUT = {
     tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
 CPP = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\w+|[^\w\s]', re.DOTALL)
-DATA = "bytes of data"
+DATA = "data bytes"
 KINDS = {".py": "python", ".cpp": "C++", ".h": "C++", ".cu": "C++", ".json": DATA, ".toml": DATA}
 OUTSIDE = ("tests", "benchmarks", "setup.py")
 
