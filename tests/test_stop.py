@@ -102,7 +102,12 @@ def by_train(case, monkeypatch):
         run=settings,
         checkpoint=kept,
         model=SimpleNamespace(seq_length=1),
-        log=SimpleNamespace(sample_interval=None, log_digests=None, log_layer_rms_interval=None),
+        log=SimpleNamespace(
+            sample_interval=None, log_digests=None, log_layer_rms_interval=None, profile=False,
+            record_memory_history=False, log_max_attention_logit=False,
+        ),
+        optimizer=SimpleNamespace(qk_clip=False),
+        moe=SimpleNamespace(experts=0),
         fault=FaultConfig(rerun_mode="disabled"),
         stages=(),
     )
@@ -112,7 +117,7 @@ def by_train(case, monkeypatch):
         model=SimpleNamespace(ctx=SimpleNamespace(auxiliary_losses=SimpleNamespace(mean=None))),
         iteration=0,
         consumed=0,
-        grid=SimpleNamespace(world=None, rank=0, launch=Launch()),
+        grid=SimpleNamespace(world=None, world_size=1, rank=0, launch=Launch()),
         engine=None,
         sink=None,
         monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
@@ -125,8 +130,7 @@ def by_train(case, monkeypatch):
     stand_ins = {
         "Guard": AfterAStep,
         "Agreement": lambda world: agreement,
-        "Profile": lambda *about: watcher,
-        "SlowRanks": lambda *about: watcher,
+        "MemoryReport": lambda *about: watcher,
         "train_step": lambda *about: (scalar, scalar, scalar),
         "evaluate": lambda run, loader: (done.append("evaluate") or 0.0, 0.0),
     }
@@ -156,13 +160,13 @@ def by_train(case, monkeypatch):
                 failed=None,
                 save=save,
                 evaluated=lambda iteration, losses: best and losses == {"validation": 0.0},
-                passed_over=set(),
+                saved=SimpleNamespace(passed_over=set()),
                 names={},
                 digests={},
                 after_step=watcher.after_step,
             ),
             log,
-            SimpleNamespace(unmeasured=lambda: []),
+            SimpleNamespace(auto=None),
             total=1 if last else 3,
             stop_signal=signal,
         )

@@ -13,6 +13,7 @@ from forecast.rehearsal.main import of_torch
 from forecast.rehearsal.record import Recorder
 from forecast.rehearsal.watch import flops_of
 from mpu.host_memory import read_values
+from mpu.optim.offload import Offload
 from training.settings.config import UsageError
 
 BF, F32, F64 = "bfloat16", "float32", "float64"
@@ -24,11 +25,11 @@ def launch(op, dtypes, flops=0.0, host=(), nbytes=100, place="a.py:1"):
     return Launch(op, 0, shapes, dtypes[-1], (), (), nbytes, flops, where, (), tuple(dtypes), host)
 
 
-def step(*events, dtype=torch.bfloat16, offload=None):
+def step(*events, dtype=torch.bfloat16, home=None):
     """Return a rehearsal whose second step has these events."""
     recorder = Recorder("cuda")
     recorder.events = [Action("iteration 1"), *events]
-    run = SimpleNamespace(optimizer=SimpleNamespace(offload=offload))
+    run = SimpleNamespace(optimizer=SimpleNamespace(home=home))
     config = SimpleNamespace(run=SimpleNamespace(dtype=dtype))
     return SimpleNamespace(
         recorder=recorder, run=run, config=config, begin=0, first=1, loop=1, end=1 + len(events)
@@ -68,8 +69,9 @@ def test_the_host_waits_where_the_program_says_so_or_where_it_updates():
     for action in (PASS, UPDATE):
         assert [one.kind for one in waits(step(action, wait))] == ["host read"]
         assert list(waits(step(action, wait._replace(declared=True)))) == []
-    assert list(waits(step(UPDATE, wait, offload=object()))) == []
-    assert [one.kind for one in waits(step(PASS, wait, offload=object()))] == ["host read"]
+    on_host = Offload([torch.zeros(1)], [torch.zeros(1)])
+    assert list(waits(step(UPDATE, wait, home=on_host))) == []
+    assert [one.kind for one in waits(step(PASS, wait, home=on_host))] == ["host read"]
     alone = step(PASS, wait)
     alone.begin = alone.first  # a first step makes tables
     assert list(waits(alone)) == []
