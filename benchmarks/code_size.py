@@ -5,8 +5,8 @@
 
 A token is a name, a number, an operator or a word inside a string. Comments, docstrings and layout
 do not count, so neither packing lines nor splitting files changes the figure. Python and C++ count
-apart; JSON and TOML are data and count in bytes. A room is a top folder, or a folder in it. The product is
-all but tests/, benchmarks/ and setup.py. The files are those that git tracks.
+apart; JSON and TOML are data and count in bytes. A room is a top folder, or a folder in it. The
+product is all but tests/, benchmarks/ and setup.py. The files are those that git tracks.
 """
 
 import argparse
