@@ -1683,7 +1683,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Activation offload and CUDA graphs (docs/memory.md)."""
+    """Activation offload (docs/memory.md)."""
 
     cpu_offload_activations: bool = setting(
         False,
