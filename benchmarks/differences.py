@@ -28,6 +28,7 @@ REMOVED = (
     "parallel.account_for_loss_in_pipeline_split", "gpu.cpu_offloading_num_layers",
     "model.mup_attn_scale_power",
 )  # fmt: skip
+KIND = "parallel.cp_comm_type"
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 
@@ -97,6 +98,8 @@ def file_differs(one: Path, other: Path) -> str:
                 if files[0] != files[1]:
                     state.pop("config_digest", None)
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}
+            if isinstance(kinds := here["config"].get(KIND), list) and len(kinds) == 1:
+                here["config"][KIND] = kinds[0]  # a kind of each layer: they were all the same
         if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
             there["config_digest"] = here.get("config_digest")  # it hashes all settings
         return value_differs(here, there, more=one.name == "state.json")
