@@ -21,7 +21,7 @@ from training.flags import (
 from training.flags.flag_table import live_flags
 from training.settings import pipeline_schedule
 from training.settings.config import Config, UsageError
-from training.settings.setting import Setting
+from training.settings.setting import Number, Setting
 
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 
@@ -100,8 +100,13 @@ def _holds(condition: str, config: Config) -> str | None:
     flag = live_flags()[name]
     value = getattr(getattr(config, flag.section), flag.dest)
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    on = text in values.split("|") if values else value not in (None, False, flag.row.default)
-    return text if on else None
+    off = value in (None, flag.row.default) or (value == 0 and not _zero_counts(flag.row))
+    return text if (text in values.split("|") if values else not off) else None
+
+
+def _zero_counts(row: Setting) -> bool:
+    """Return whether 0 is a value like any other: of a number that is left out to turn it off."""
+    return isinstance(row.rule, Number) and row.default is None and "0" not in row.off.split()
 
 
 # what a whole config must keep to; the first that is broken is reported

@@ -396,6 +396,7 @@ MISTAKES = [
         "--tokenizer-model meta-llama/Llama-3: no such file (nothing is downloaded; if ",
     ),
     ("--ckpt-step 5", 1, "--ckpt-step 5 needs --load"),
+    ("--ckpt-step 0", 1, "--ckpt-step 0 needs --load"),
     ("--profile --profile-step-start 9 --profile-step-end 9", 1, "must be more than"),
     ("--profile --profile-ranks 0 2", 2, "--profile-ranks 2: ranks go from 0 to 1"),
     ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "set the same: give one of them"),
