@@ -31,6 +31,11 @@ class ExpertOptions(NamedTuple):
     capacity_factor: float | None = None
     pad_to_capacity: bool = False  # pad every expert to its capacity
 
+    @property
+    def drop_policy(self) -> str:
+        """Return how a full expert chooses; copies of an older model/moe.py ask for it."""
+        return "probs"
+
 
 class QKClip(NamedTuple):
     """--qk-clip: bound the largest attention logit (mpu/layers/attention/max_logits.py).

@@ -4,6 +4,7 @@
 Counts are of the global batch, so the bias has the same bits on every layout.
 """
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import pretrain_llama
+from model import moe
+from model.load import load_model_file
+from mpu.context import ExpertOptions, LayerContext
 from mpu.grid import Grid
 from mpu.interleave import Interleaver
 from mpu.layers import dispatch
@@ -126,6 +130,26 @@ def test_a_padded_plan_looks_at_no_value() -> None:
     with patch.object(torch.Tensor, "tolist", side_effect=AssertionError("a wait")):
         plan = dispatch.Dispatcher(8, Grid().ep, None, Interleaver()).plan(choice, load, capacity)
     assert plan.counts.each == (3,) * 8 and len(plan.flat) == 24
+
+
+def test_a_copy_of_an_older_moe_drops_the_same_pairs(tmp_path: Path) -> None:
+    """It asks which policy drops them, of which there were two."""
+    line = "weights, padded = self.weights(scores, choice), options.pad_to_capacity"
+    older = """best = self.weights(scores, choice) if options.drop_policy == "probs" else None
+            weights, padded = best, options.pad_to_capacity"""
+    text, copy = Path(moe.__file__).read_text(), tmp_path / "older.py"
+    assert line in text
+    copy.write_text(text.replace(line, older))
+    config = moe.MoEConfig(
+        vocab_size=16, hidden_size=8, ffn_hidden_size=8, num_layers=1, num_attention_heads=2,
+        num_query_groups=1, num_experts=4,
+    )  # fmt: skip
+    tokens, found = torch.arange(12)[None], []
+    for file in (moe, load_model_file(str(copy))):
+        for factor in (0.5, None):
+            ctx = LayerContext(experts=ExpertOptions(capacity_factor=factor))
+            found.append(file.Model(config, ctx).initialize(1)(tokens))
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
 def biased(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
