@@ -6,8 +6,8 @@
 Each is a few edits of a model's file. `said` is what fork-check must print of its cause. A mistake
 that nothing here can see has said = "": docs/forking.md lists these.
 
-Measured when they were written: 7 of 38 ended in a sentence with their cause; now 37 do, and one is
-missed.
+Of the first 38 of them 7 ended in a sentence with their cause when they were written; now all but
+one do.
 """
 
 import io
