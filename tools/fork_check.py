@@ -220,8 +220,8 @@ def experts_of(model: str, own: Sequence[str]) -> int:
 
 def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
     """Return the first sizes with which the model runs on one rank, or the usual ones."""
-    fields = load_model_file(desk.model).ModelConfig.__dataclass_fields__
-    every = [sizes(full, experts, fields, needs) for needs in NEEDS]
+    known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
+    every = [sizes(full, experts, known, needs) for needs in NEEDS]
     for some in every:
         with suppress(Exception):
             model_profile(replace(desk, sizes=some).config(one), model_provider)

@@ -94,12 +94,11 @@ class Recorder:
             for name, param in unique_parameters(run.module)
         }
         self._params = dict(unique_parameters(run.module))
-        # of a fork autograd keeps the stack of each operation: which of its lines made a tensor
-        on = bool(fork) or torch.is_anomaly_enabled()
-        self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)
 
     def __enter__(self) -> "Recorder":
-        self._stacks.__enter__()
+        # of a fork autograd keeps the stack of each operation: which of its lines made a tensor
+        on = bool(self.fork) or torch.is_anomaly_enabled()
+        self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)  # from here on
         self._batch()
         self.state("before")
         run = self.run
