@@ -240,7 +240,7 @@ class Reads(TorchFunctionMode):
         start = number << 36 if number >= 0 else id(x.untyped_storage())
         return int(start + x.storage_offset() * x.element_size())
 
-    def _printed(self, x: Tensor, *args: Any) -> str:
+    def _printed(self, x: Tensor, *args: Any, **kwargs: Any) -> str:
         self._reads(x, "a print")
         return f"tensor of {tuple(x.shape)}"
 
