@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from model.load import load_model_file
+from mpu.grid import Grid
 from mpu.launch import bind_loopback
 from mpu.torch_private import COMPILER, running_node
 from pretrain_llama import model_provider
@@ -48,15 +49,17 @@ from tools.bisect.side import Side
 from tools.bisect.sides import value_of
 from tools.bisect.verdict import Verdict, verdict_of
 from tools.forks.case import Case, Desk, describe_error
-from tools.forks.layouts import NEEDS, cases, sizes
+from tools.forks.fields import FEW, windows_of
+from tools.forks.layouts import LAYERS, NEEDS, cases, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
-from training.run.model_profile import model_profile
+from training.run.model_profile import meta_context, model_profile
 from training.run.waiting import time_left, waiting
 
 # Imported once for all ranks: optimizers import the third, a comparison the fourth, if it is there.
 PRELOADED = ["tools.forkserver_start", "tools.forks.rank", COMPILER, "transformers.modeling_utils"]
 GRACE = 3.0  # seconds for the other ranks to answer when one has failed
+LONGER = 5  # times --timeout for the references, which are asked more and wait for nobody
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
 
@@ -69,7 +72,7 @@ def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> N
     with open(log_of(desk, rank), "w") as log:
         while True:
             case: Case = pipe.recv()
-            faulthandler.dump_traceback_later(limit, exit=True, file=log)
+            faulthandler.dump_traceback_later(limit_of(case, limit), exit=True, file=log)
             try:
                 answer: Answer = explained(desk, case, rank, store, limit)
             except (Exception, SystemExit) as error:  # a model's file may call sys.exit
@@ -101,6 +104,11 @@ def again(error: BaseException) -> str:
     if "modified by an inplace operation" not in str(error):
         return ""
     return "; the loss writes the gradient of the logits over them: use logits.clone() there"
+
+
+def limit_of(case: Case, timeout: float) -> float:
+    """Return how many seconds a case may take."""
+    return timeout * LONGER if case.oracle else timeout
 
 
 def log_of(desk: Desk, rank: int) -> Path:
@@ -139,7 +147,7 @@ class World:
         for pipe in pipes:
             pipe.send(case)
         answers: dict[Connection, Answer] = {}
-        deadline = time.monotonic() + self.limit + GRACE
+        deadline = time.monotonic() + limit_of(case, self.limit) + GRACE
         while len(answers) < len(pipes) and (left := deadline - time.monotonic()) > 0:
             silent = [pipe for pipe in pipes if pipe not in answers]
             ready = wait(silent, left)
@@ -148,6 +156,7 @@ class World:
                     answers[pipe] = pipe.recv()
                 except EOFError:
                     answers[pipe] = None
+                    self.ranks[pipes.index(pipe)].join(GRACE)  # for its exit code
                 if "error" in (answers[pipe] or {"error": ""}):
                     deadline = min(deadline, time.monotonic() + GRACE)
         found = [answers.get(pipe) for pipe in pipes]
@@ -219,14 +228,38 @@ def experts_of(model: str, own: Sequence[str]) -> int:
 
 
 def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
-    """Return the first sizes with which the model runs on one rank, or the usual ones."""
+    """Return the first sizes with which the model runs on one rank, and has all kinds of layers
+    that more layers have, unless each layer is of its own kind; else the usual ones.
+    """
     known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
-    every = [sizes(full, experts, known, needs) for needs in NEEDS]
-    for some in every:
-        with suppress(Exception):
-            model_profile(replace(desk, sizes=some).config(one), model_provider)
-            return some
-    return every[0]
+    for needs in NEEDS:
+        best, most, count = (), 0, 0
+        for layers in LAYERS:
+            some = sizes(full, experts, known, needs | layers)
+            with suppress(Exception):
+                config = replace(desk, sizes=some).config(one)
+                model_profile(config, model_provider)
+                model = model_provider(config, meta_context(config, Grid()))
+                numbers = range(config.model.num_layers)
+                kinds = len({model.layer_config(i) for i in numbers})
+                if kinds > most and most != count or not best:
+                    best, most, count = some, kinds, len(numbers)
+        if best:
+            return with_short_windows(replace(desk, sizes=best), one)
+    return sizes(full, experts, known)
+
+
+def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
+    """Return the sizes with windows that are shorter than a row, where a flag sets them."""
+    config, made = desk.config(one), desk.sizes
+    model = model_provider(config, meta_context(config, Grid()))
+    tokens = torch.arange(config.model.seq_length)[None] % model.config.vocab_size
+    for name in windows_of(load_model_file(desk.model), model.config, tokens):
+        some = (*made, f"--{name.replace('_', '-')}", str(FEW))
+        with suppress(Exception, SystemExit):  # no flag sets this field
+            replace(desk, sizes=some).config(one)
+            made = some
+    return made
 
 
 def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
