@@ -56,7 +56,8 @@ class Moments(NamedTuple):
         )
         return cls([each.action for each in found], kinds, most, after)
 
-    def __getitem__(self, n: int) -> Moment:  # type: ignore[override]
+    def moment(self, n: int) -> Moment:
+        """Return the moment of an action."""
         most, after = (dict(zip(self.kinds, of[n].tolist(), strict=True))
                        for of in (self.most, self.after))  # fmt: skip
         return Moment(self.actions[n], most, after)

@@ -300,13 +300,13 @@ class Recording:
         else of all that are on the device.
         """
         found = self.arrays(only)
-        return [found[n] for n in range(self._first(found), len(found.actions))]
+        return [found.moment(n) for n in range(self._first(found), len(found.actions))]
 
     def fullest(self) -> Moment:
         """Return the fullest moment of the step."""
         found = self.arrays()
         first = self._first(found)
-        return found[first + int(found.most[first:].sum(1).argmax())]
+        return found.moment(first + int(found.most[first:].sum(1).argmax()))
 
     def most(self, kind: str) -> int:
         """Return the most bytes of one kind at a moment of the step."""

@@ -451,10 +451,9 @@ def fake_tensors() -> Any:
     return find(FAKE)
 
 
-def in_meta_kernel(mode: Any) -> contextlib.AbstractContextManager[Any] | None:
-    """Return a context in which fake tensors of a mode are meta tensors, or None."""
-    made = find(f"{FAKE}.in_kernel_invocation_manager")
-    return made(mode) if made else None
+def in_meta_kernel(mode: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which fake tensors of a mode are meta tensors."""
+    return find(f"{FAKE}.in_kernel_invocation_manager")(mode)
 
 
 # operations that FakeTensorMode computes in its own way for sizes that are symbols, or to choose a

@@ -36,7 +36,7 @@ def fake_tensor_mode() -> Any:
             """Return the one device of an operation, None where there is none or a value."""
             if kwargs.get("device") is not None:
                 return None
-            tensors = tensors_of((*args, *kwargs.values()))
+            tensors: list[Any] = [*tensors_of((*args, *kwargs.values()))]
             if any(type(x) is not fake.FakeTensor or x.constant is not None for x in tensors):
                 return None
             devices = {x.fake_device for x in tensors}
