@@ -36,14 +36,14 @@ import torch
 
 from mpu.torch_private import running_node
 from tools.bisect.checkouts import NoCheckout, checkout
-from tools.bisect.compare import OF_THE_LAYOUT, Allowed, allowed
 from tools.bisect.lines import Step, first_step, same_machine
-from tools.bisect.ranks import ROOT, Ran, RunError, run
+from tools.bisect.ranks import ROOT, RunError, run
 from tools.bisect.recorded import RANKS
 from tools.bisect.report import page
-from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
-from tools.bisect.verdict import Verdict, verdict_of
+from tools.compare.first_difference import OF_THE_LAYOUT, Allowed, allowed
+from tools.compare.join import Side
+from tools.compare.verdict import Verdict, verdict_of
 from training.files.untrusted import first_of, printable, private, sentence
 from training.run.waiting import Progress, duration, waiting
 
@@ -61,7 +61,6 @@ class Outcome:
     start: str = ""
     settings: dict[str, list[Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    replays: list[Ran] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress, repr=False)
 
     def json(self) -> dict[str, Any]:
@@ -71,7 +70,6 @@ class Outcome:
             "step": None if self.step is None else vars(self.step),
             "verdict": None if self.verdict is None else self.verdict.json(),
             "start": self.start, "settings": self.settings, "notes": self.notes,
-            "replays": [{"seconds": r.seconds, "peak_bytes": r.peak} for r in self.replays],
         }  # fmt: skip
 
 
@@ -147,7 +145,7 @@ def _is_ours(out: Path) -> bool:
     """
     heads = {"report.json": b'{\n "sentence"', "report.md": b"# Where two runs differ first"}
     folders = [f"{what}-{side}" for what in ("run", "replay") for side in "AB"]
-    replayed = re.compile(r"record|(out|err)\.\d+|rank-\d+\.(bin|json)|step\.json")
+    replayed = re.compile(r"record|(out|err|stack)\.\d+|rank-\d+\.(bin|json)|step\.json")
     if out.is_symlink() or not out.is_dir():
         return False
     for path in out.iterdir():
@@ -356,7 +354,7 @@ def made_again(
             f"making step {number} of {side.letter} again, for {duration(limit)} at most"
         )
         try:
-            found.replays.append(run(program, folder, record=number, limit=limit))
+            run(program, folder, record=number, limit=limit)
         except RunError as error:
             raise RunError(f"{side.letter} cannot replay it: {error}") from None
         records.append(folder / "record")

@@ -24,8 +24,5 @@ def page(found: Mapping[str, Any], a: str, b: str) -> str:
         lines.append(f"| tensors compared | {verdict['compared']:,} |")
     for name, (one, other) in found["settings"].items():
         lines.append(f"| {name} | `{one}` and `{other}` |")
-    for each, letter in zip(found["replays"], "AB", strict=False):
-        text = f"{each['seconds']:.1f} s, at most {each['peak_bytes'] / 2**20:,.0f} MB a rank"
-        lines.append(f"| replay of {letter} | {text} |")
     lines += ["", *[f"- {note}" for note in found["notes"]]]
     return "\n".join(lines).rstrip() + "\n"

@@ -11,10 +11,10 @@ import pytest
 
 from tests.tools.bisect import planted as cases
 from tools import bisect_runs
-from tools.bisect.compare import Allowed
 from tools.bisect.lines import Lines, first_step, read
 from tools.bisect.recorded import _kept
 from tools.bisect.sides import named, without
+from tools.compare.first_difference import Allowed
 
 ROOT = Path(__file__).resolve().parents[3]
 FOUND = re.compile(r"(\d+) of (\d+) differences of (\d+) kinds: step and operation right")

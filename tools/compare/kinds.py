@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.bisect.compare import TOLERANCE, Difference
-from tools.bisect.side import JoinedTensor, Key, Side, distance
+from tools.compare.first_difference import TOLERANCE, Difference
+from tools.compare.join import Key, Side, distance
 
 SURE = 50.0  # times the tolerance: as near as that a guess is taken for right
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
@@ -35,6 +35,8 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
         return _of_numbers(found)
     if found.key.group == "batch":
         return _of_batch(a, b, one.first, found.key.name)
+    if (joined := found.joined_tensors[1]) is not None and joined.missing:
+        return Kind("a part that no rank holds", joined.missing)
     if a.shape != b.shape:
         return _of_shapes(a.shape, b.shape, other)
     if not torch.equal(a.isfinite(), b.isfinite()):
@@ -392,8 +394,3 @@ def region_of(found: Difference) -> str:
         if 0 < len(hit) < a.shape[dim] and len(hit) <= 0.75 * a.shape[dim]:
             places.append(f"{what}{'s' * (len(hit) > 1)} {_numbers(hit)}")
     return f"only at {', '.join(places)}" if places else ""
-
-
-def describe_join(joined: JoinedTensor | None) -> str:
-    """Return how a tensor was put together, in words."""
-    return "" if joined is None else joined.cut

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.bisect.side import JoinedTensor, Key, Part, Side, distance
+from tools.compare.join import JoinedTensor, Key, Part, Side, distance
 
 # by how much of its norm a tensor may differ where sums have another order
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
@@ -86,22 +86,26 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What a comparison found: the first difference, or None; and how much was compared."""
+    """What a comparison found: the first difference, or None; and how much was compared.
+
+    errors: the largest distance by kind of tensor, of its norm, where bits may differ.
+    """
 
     first: Difference | None
     compared: int = 0
-    worst: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
     left_out: list[Key] = field(default_factory=list)
 
 
-def compare(one: Side, other: Side, allowed: Allowed) -> Comparison:
-    """Return the first difference between two sides."""
+def compare(one: Side, other: Side, allowed: Allowed, to_end: bool = False) -> Comparison:
+    """Return the first difference between two sides. to_end: measure what follows it, too."""
     found = Comparison(None)
     comparer = _Comparer(one, other, allowed, found)
     for step in STEPS:
         for difference in step(comparer):
-            found.first = difference
-            return found
+            found.first = found.first or difference
+            if not to_end:
+                return found
     return found
 
 
@@ -143,8 +147,12 @@ class _Comparer:
         norm = float(a.double().norm())
         self.sizes[kind] = max(self.sizes.get(kind, 0.0), norm if norm == norm else 0.0)
         error = distance(a, b, FLOOR * self.sizes[kind])
-        self.found.worst = max(self.found.worst, error if error < 1 else 0.0)
+        self.note(kind[0], error)
         return error if not error <= self.limit(a, b, begin=begin) else 0.0
+
+    def note(self, kind: str, error: float) -> None:
+        """Keep the largest distance of a kind."""
+        self.found.errors[kind] = max(error, self.found.errors.get(kind, 0.0))
 
     def keys(self, chosen: Callable[[Key], bool]) -> Iterator[Key]:
         """Yield the keys that both sides have, in the order of the step; note the others."""
@@ -232,7 +240,7 @@ def _of_parameter(
         replicas = not error and other.distances > limit
         if not exact:
             _note(comparer, key, one.values, other.values)
-        if error or replicas:
+        if error or replicas or other.missing:
             far, both = other.distances if replicas else error, (one, other)
             values = one.values, other.values
             pair = comparer.pair(key)
@@ -263,9 +271,20 @@ def _note(comparer: _Comparer, key: Key, a: Tensor, b: Tensor) -> None:
 
 
 def _before(comparer: _Comparer) -> Iterator[Difference]:
+    sides = (comparer.one, comparer.other)
+    weights = [{n: k for k in side.parts if (n := _weight(k))} for side in sides]
+    for name in weights[0].keys() ^ weights[1].keys():
+        key = (weights[0] | weights[1])[name]
+        yield Difference(key, name in weights[0], name in weights[1], float("inf"), tensor=name)
     exact = comparer.allowed.exact or comparer.allowed.begins
     for kinds in (("master",), ("weight",), None):
         yield from _parameters(comparer, kinds, "before", exact)
+
+
+def _weight(key: Key) -> str:
+    """Return the name of a weight that a step begins with, or "" for any other quantity."""
+    begins = key.group == "parameter" and key.kind == "weight" and key.phase == "before"
+    return key.name if begins else ""
 
 
 def _activations(comparer: _Comparer, keys: list[Key]) -> Iterator[Difference]:
@@ -376,6 +395,7 @@ def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
         one, other = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
         exact = comparer.allowed.exact or "rate" in name
         error = 0.0 if exact and same_bits(one, other) else distance(one, other)
+        comparer.note(name, error)
         limit = comparer.limit(begin=GROWS_ALL * comparer.begin.share)
         if error > (0.0 if exact else limit):
             yield Difference(key, a, b, error=error)

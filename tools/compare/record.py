@@ -9,7 +9,7 @@
     number       loss, gradient norm, learning rates
 
 Tensors go to rank-N.bin as they come, one after another, so a rank keeps one copy at a time; what
-they are goes to rank-N.json. tools/bisect/side.py puts the ranks' parts together. Nothing of the
+they are goes to rank-N.json. tools/compare/join.py puts the ranks' parts together. Nothing of the
 step changes: readers copy, and nothing is drawn or sent.
 """
 
@@ -74,14 +74,21 @@ class Recorder:
     """Writes one rank's record of a step to a folder. A context manager around the step.
 
     names: the model's table of canonical names (hf_names). fork: the model's file, if it is not
-    Weft's own: lines in it are named, too.
+    Weft's own: lines in it are named, too. inside: record what happens inside the model, besides
+    parameters and their gradients.
     """
 
     def __init__(
-        self, run: Run, batches: list[Batch], names: Names, folder: Path, fork: str = ""
+        self,
+        run: Run,
+        batches: list[Batch],
+        names: Names,
+        folder: Path,
+        fork: str = "",
+        inside: bool = True,
     ) -> None:
         self.run, self.batches, self.names, self.fork = run, batches, names, fork
-        self.folder, self.rank = folder, run.grid.rank
+        self.folder, self.rank, self.inside = folder, run.grid.rank, inside
         folder.mkdir(parents=True, exist_ok=True)
         self.file = open(folder / f"rank-{self.rank}.bin", "wb")
         self.entries: list[dict[str, Any]] = []
@@ -97,7 +104,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         # of a fork autograd keeps the stack of each operation: which of its lines made a tensor
-        on = bool(self.fork) or torch.is_anomaly_enabled()
+        on = bool(self.fork) and self.inside or torch.is_anomaly_enabled()
         self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)  # from here on
         self._batch()
         self.state("before")
@@ -108,15 +115,18 @@ class Recorder:
             OUTPUT_GRAD: self._output_grad,
             MAIN_GRAD: self._main_grad,
         }
-        self.tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
         self._follow_gradients()
-        self._follow_collectives()
+        self.tracker: ModuleTracker | None = None
+        if self.inside:
+            self.tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
+            self._follow_collectives(self.tracker)
         return self
 
     def __exit__(self, *error: object) -> None:
         for owner, name in self._replaced:
             delattr(owner, name)
-        self.tracker.close()
+        if self.tracker is not None:
+            self.tracker.close()
         self._stacks.__exit__(*error)
         if error[0] is None:
             self.state("after")
@@ -210,7 +220,8 @@ class Recorder:
     def _where(self) -> dict[str, int]:
         # of an F and the B that it overlaps, the one that runs
         forward, _, backward = self.run.monitor.action.partition(" overlapping ")
-        action = backward if backward and self.tracker.in_backward else forward
+        inside = self.tracker is not None and self.tracker.in_backward
+        action = backward if backward and inside else forward
         found = WHERE.search(action) or DEFERRED.search(action)
         number, stage = (int(found[2]), int(found[3])) if found else (0, 0)
         batch = self.batches[min(number, len(self.batches) - 1)]
@@ -310,7 +321,7 @@ class Recorder:
             self.numbers["factor of the mask"] = float(scale)
         return norm, found_inf
 
-    def _follow_collectives(self) -> None:
+    def _follow_collectives(self, tracker: ModuleTracker) -> None:
         seen: set[int] = set()
         for name in INSIDE:
             axis: Axis | None = getattr(self.run.grid, name, None)
@@ -319,7 +330,7 @@ class Recorder:
                 continue
             seen.add(id(transport))
             for verb in VERBS:
-                call = partial(self._collective, verb, getattr(transport, verb))
+                call = partial(self._collective, tracker, verb, getattr(transport, verb))
                 self._instead(transport, verb, call)
 
     def _instead(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -328,13 +339,19 @@ class Recorder:
         setattr(owner, name, call)
 
     def _collective(
-        self, verb: str, go_on: Callable[..., Any], x: Tensor, axis: Axis, *rest: Any
+        self,
+        tracker: ModuleTracker,
+        verb: str,
+        go_on: Callable[..., Any],
+        x: Tensor,
+        axis: Axis,
+        *rest: Any,
     ) -> tuple[Tensor, Handle]:
         label = rest[-1]
         inside = axis.name in INSIDE and (label is None or label.phase in PHASES)
         if not inside:
             return cast(tuple[Tensor, Handle], go_on(x, axis, *rest))
-        name, phase, line = self.tracker.running(), self.tracker.phase, self._line()
+        name, phase, line = tracker.running(), tracker.phase, self._line()
         call = self._count(f"{verb} {axis.name}", name, phase)
         more = {
             "phase": phase, "verb": verb, "axis": axis.name, "ranks": list(axis.ranks),
@@ -360,13 +377,15 @@ class Recorder:
 PHASES = {"forward", "backward", "wgrad"}
 
 
-def recorded(train_step: TrainStep, names: Names, folder: Path, fork: str = "") -> TrainStep:
+def recorded(
+    train_step: TrainStep, names: Names, folder: Path, fork: str = "", inside: bool = True
+) -> TrainStep:
     """Return a function with the arguments of train_step that also records the step."""
 
     def step(
         run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with Recorder(run, batches, names, folder, fork) as recorder:
+        with Recorder(run, batches, names, folder, fork, inside) as recorder:
             loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
             recorder.numbers["loss"] = loss.item()
         return loss, norm, found_inf
