@@ -43,7 +43,6 @@ from tools.bisect.sides import value_of
 from tools.compare.first_difference import Allowed, compare
 from tools.compare.join import Side
 from tools.compare.launch import Ended, Tell, launch, preload, where
-from tools.compare.record import FRAME
 from tools.compare.verdict import conclude, verdict_of
 from tools.forks.case import Case, Desk, describe_error
 from tools.forks.layouts import NEEDS, cases, one_rank, sizes
@@ -51,6 +50,7 @@ from tools.forks.rank import work
 from tools.forks.results_table import Row, head, initial_finding, row_of, table
 from training.run.model_profile import model_profile
 from training.run.waiting import time_left, waiting
+from training.run.watch.recorder import FRAME
 
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 

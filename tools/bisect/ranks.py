@@ -3,7 +3,7 @@
 
 Whatever of the product a rank has imported, it imports anew, from any checkout. What is
 wanted of a run besides its flags is done in the rank, where `train_step` of pretrain_llama.py is
-called: at a step the rank records every tensor (tools/compare/record.py), and ends.
+called: at a step the rank records every tensor (training/run/watch/recorder.py), and ends.
 """
 
 import importlib
@@ -134,7 +134,7 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
     """Let train_step record one step, write what a replay says of it, and end the rank."""
     if not (tree / "mpu" / "module_tracker.py").exists():  # an older commit
         _load("mpu.module_tracker", ROOT / "mpu" / "module_tracker.py").ROOT = tree
-    recorder = _load("weft_recorder", ROOT / "tools" / "compare" / "record.py")
+    recorder = _load("weft_recorder", ROOT / "training" / "run" / "watch" / "recorder.py")
     take, leave = program.train_step, os._exit  # later as_process takes os._exit(0) for a fault
 
     rates: dict[int, float] = {}

@@ -43,13 +43,12 @@ def launch(
     """Let `count` processes run work(rank, tell); return how each ended.
 
     work: a function that other processes find by its name. An error of it, and an exit code that is
-    not 0, are failures: the other ranks then have GRACE seconds. limit: seconds, after which a rank
-    writes its stack to `folder` and ends.
+    not 0, are failures: the other ranks then have GRACE seconds. limit: seconds for the work, after
+    which a rank writes its stack to `folder` and ends.
     """
     context: Any = multiprocessing.get_context("forkserver")
     ranks: list[tuple[Any, Connection]] = []
     answers = dict[Connection, Any]()
-    deadline = time.monotonic() + limit + GRACE
     try:
         for rank in range(count):
             here, there = context.Pipe(duplex=False)
@@ -59,6 +58,9 @@ def launch(
             process.start()
             there.close()
             ranks.append((process, here))
+        for _, pipe in ranks:
+            _received(pipe)  # it has begun: the first ones wait for what the server imports
+        deadline = time.monotonic() + limit + GRACE
         while running := {p.sentinel: p for p, _ in ranks if p.exitcode is None}:
             silent = [pipe for _, pipe in ranks if pipe not in answers]
             for ready in wait([*running, *silent], max(0.0, deadline - time.monotonic())):
@@ -91,6 +93,7 @@ def _rank(
     rank: int, work: Callable[[int, Tell], None], pipe: Connection, log: Path, limit: float
 ) -> None:
     """Be one rank."""
+    pipe.send(None)
     with open(log, "w") as file:
         faulthandler.dump_traceback_later(limit, exit=True, file=file)
         work(rank, pipe.send)

@@ -10,13 +10,8 @@ from torch import Tensor
 from tools.compare.first_difference import Allowed, Comparison, Difference, compare
 from tools.compare.join import Key, Side
 from tools.compare.kinds import kind_of, region_of
+from training.run.watch.recorder import PLACES
 
-PLACES = {
-    "input": "the input of {}",
-    "output": "the output of {}",
-    "input gradient": "the gradient of the input of {}",
-    "output gradient": "the gradient of the output of {}",
-}
 PHASES = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "wgrad": "W"}
 
 

@@ -18,10 +18,10 @@ from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
 from tools.compare.join import Side
-from tools.compare.record import Recorder, recorded
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.flags.parse import parse
+from training.run.watch.recorder import FileRecorder, recorded
 from training.settings.config import Config, UsageError
 
 ONE_RANK = "one rank"  # the case that all others are compared with
@@ -193,7 +193,7 @@ def forward(run: LlamaRun, record: Path | None = None) -> float:
     schedule = forward_only(run.schedule(len(batches)))
     file = run.config.model.model_file
     names = load_model_file(file).hf_names(run.model)
-    with nullcontext() if record is None else Recorder(run, batches, names, record, file):
+    with nullcontext() if record is None else FileRecorder(run, batches, names, record, fork=file):
         total = run_schedule(run, schedule, batches, 1, "of a forward pass")
     return (total[0] / total[1]).item() if total[1] else 0.0
 
@@ -201,7 +201,7 @@ def forward(run: LlamaRun, record: Path | None = None) -> float:
 def record_weights(run: LlamaRun, folder: Path) -> None:
     """Record the weights as they are."""
     names = load_model_file(run.config.model.model_file).hf_names(run.model)
-    with Recorder(run, batches_of(run, 0), names, folder, inside=False):
+    with FileRecorder(run, batches_of(run, 0), names, folder, inside=False):
         pass
 
 

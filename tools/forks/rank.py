@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one layout of tools/fork_check.py on one rank, and record what is compared.
 
-Each records (tools/compare/record.py), in fp64:
+Each records (training/run/watch/recorder.py), in fp64:
 
     initial  the weights as `initialize` draws them; every layout must draw the same bits
     0        the first step. Its weights are these and some noise: none is at 0 or 1, where a

@@ -21,7 +21,7 @@ GRADIENT = torch.randn(12, H, generator=GENERATOR, dtype=torch.float64)
 
 
 class Record:
-    """Writes one rank's record as tools/compare/record.py does."""
+    """Writes one rank's record as training/run/watch/recorder.py does."""
 
     def __init__(self, folder, rank=0, sp=False, **axes):
         folder.mkdir(exist_ok=True)
