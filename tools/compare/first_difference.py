@@ -130,25 +130,40 @@ class _Comparer:
         return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes) + more
 
     def unlike(
-        self,
-        one: JoinedTensor,
-        other: JoinedTensor,
-        exact: bool,
-        kind: tuple[str, str],
-        begin: float | None = None,
+        self, key: Key, a: Tensor, b: Tensor, exact: bool, begin: float | None = None
     ) -> float:
         """Return by how much two tensors differ beyond what is allowed, or 0. begin: of `limit`."""
         self.found.compared += 1
-        a, b = one.values, other.values
         if exact:
-            if same_bits(a, b):
-                return 0.0
-            return max(distance(a, b), 1e-300)
-        norm = float(a.double().norm())
+            return 0.0 if same_bits(a, b) else max(distance(a, b), 1e-300)
+        norm, kind = float(a.double().norm()), (key.kind or key.group, key.phase)
         self.sizes[kind] = max(self.sizes.get(kind, 0.0), norm if norm == norm else 0.0)
         error = distance(a, b, FLOOR * self.sizes[kind])
         self.note(kind[0], error)
         return error if not error <= self.limit(a, b, begin=begin) else 0.0
+
+    def differ(
+        self,
+        key: Key,
+        one: JoinedTensor,
+        other: JoinedTensor,
+        exact: bool,
+        tensor: str = "",
+        begin: float | None = None,
+        parts: tuple[list[Part], list[Part]] | None = None,
+    ) -> Iterator[Difference]:
+        """Yield the difference of two whole tensors, if there is one: of the sides, of the replicas
+        of the other side, or that no rank there has a part of it. parts: if not all of the key.
+        """
+        error = self.unlike(key, one.values, other.values, exact, begin)
+        limit = 0.0 if exact else self.limit(other.values, begin=begin)
+        replicas = not error and other.distances > limit >= one.distances
+        if error or replicas or other.missing:
+            far = other.distances if replicas else error
+            yield Difference(
+                key, one.values, other.values, far, parts or self.pair(key), tensor=tensor,
+                replicas=replicas, joined_tensors=(one, other),
+            )  # fmt: skip
 
     def note(self, kind: str, error: float) -> None:
         """Keep the largest distance of a kind."""
@@ -203,8 +218,7 @@ def _batch(comparer: _Comparer) -> Iterator[Difference]:
     for key in comparer.keys(lambda k: k.group == "batch"):
         one, other = comparer.one.activation(key), comparer.other.activation(key)
         assert one is not None and other is not None
-        if error := comparer.unlike(one, other, True, ("batch", key.name)):
-            yield Difference(key, one.values, other.values, error, comparer.pair(key))
+        yield from comparer.differ(key, one, other, True)
 
 
 def _parameters(
@@ -235,18 +249,9 @@ def _of_parameter(
         if other is None:
             continue
         begin = _begin(comparer, key, name, one)
-        error = comparer.unlike(one, other, exact, (key.kind, key.phase), begin)
-        limit = 0.0 if exact else comparer.limit(other.values, begin=begin)
-        replicas = not error and other.distances > limit
         if not exact:
             _note(comparer, key, one.values, other.values)
-        if error or replicas or other.missing:
-            far, both = other.distances if replicas else error, (one, other)
-            values = one.values, other.values
-            pair = comparer.pair(key)
-            yield Difference(
-                key, *values, far, pair, tensor=name, replicas=replicas, joined_tensors=both
-            )
+        yield from comparer.differ(key, one, other, exact, tensor=name, begin=begin)
 
 
 def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float | None:
@@ -315,26 +320,7 @@ def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
         else:  # the model itself, of which each stage gives something else
             comparer.found.left_out.append(key)
         return
-    error = comparer.unlike(one, other, comparer.allowed.exact, (key.kind, key.phase))
-    joined_tensors = (one, other)
-    if error:
-        pair = comparer.pair(key)
-        yield Difference(key, one.values, other.values, error, pair, joined_tensors=joined_tensors)
-    elif (
-        other.distances
-        > (0.0 if comparer.allowed.exact else comparer.limit(other.values))
-        >= one.distances
-    ):
-        pair = comparer.pair(key)
-        yield Difference(
-            key,
-            one.values,
-            other.values,
-            other.distances,
-            pair,
-            replicas=True,
-            joined_tensors=joined_tensors,
-        )
+    yield from comparer.differ(key, one, other, comparer.allowed.exact)
 
 
 def _no_fit(side: Side, key: Key) -> bool:
@@ -354,9 +340,8 @@ def _by_rank(comparer: _Comparer, key: Key) -> Iterator[Difference]:
         return
     for at, part in ours.items():
         one, other = JoinedTensor(part.values()), JoinedTensor(theirs[at].values())
-        if error := comparer.unlike(one, other, comparer.allowed.exact, (key.group, key.phase)):
-            pair = ([part], [theirs[at]])
-            yield Difference(key, one.values, other.values, error, pair)
+        exact, pair = comparer.allowed.exact, ([part], [theirs[at]])
+        yield from comparer.differ(key, one, other, exact, parts=pair)
 
 
 def _forward(comparer: _Comparer) -> Iterator[Difference]:
