@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from model.load import load_model_file
+from mpu.grid import Grid
 from mpu.launch import bind_loopback
 from mpu.torch_private import running_node
 from pretrain_llama import model_provider
@@ -45,13 +46,16 @@ from tools.compare.join import Side
 from tools.compare.launch import Ended, Tell, launch, preload, where
 from tools.compare.verdict import conclude, verdict_of
 from tools.forks.case import Case, Desk, describe_error
-from tools.forks.layouts import NEEDS, cases, one_rank, sizes
+from tools.forks.fields import FEW, windows_of
+from tools.forks.layouts import LAYERS, NEEDS, cases, one_rank, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, initial_finding, row_of, table
-from training.run.model_profile import model_profile
+from training.run.model_profile import meta_context, model_profile
 from training.run.waiting import time_left, waiting
 from training.run.watch.recorder import FRAME
 
+LOADED = 1e-7  # how far loaded weights may be from one rank's, of their norm
+LONGER = 5  # times --timeout for the references, which are asked more and wait for nobody
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
 
@@ -93,25 +97,31 @@ def again(error: BaseException) -> str:
     return "; the loss writes the gradient of the logits over them: use logits.clone() there"
 
 
+def limit_of(case: Case, timeout: float) -> float:
+    """Return how many seconds a case may take."""
+    return timeout * LONGER if case.oracle else timeout
+
+
 class Ranks:
-    """Starts the ranks of a case. limit: seconds for one."""
+    """Starts the ranks of a case. limit: seconds for one; now: for the last one."""
 
     def __init__(self, desk: Desk, limit: float) -> None:
         preload("tools.forks.rank", "transformers.modeling_utils")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.desk, self.limit = desk, limit
+        self.desk, self.limit, self.now = desk, limit, limit
         self.ended: list[Ended] = []
 
     def run(self, case: Case) -> list[Answer]:
         """Let the ranks do a case; return their answers."""
-        work = partial(be_rank, self.desk, case, self.store.port, self.limit)
-        self.ended = launch(case.ranks, work, Path(self.desk.folder), self.limit)
+        self.now = limit_of(case, self.limit)
+        work = partial(be_rank, self.desk, case, self.store.port, self.now)
+        self.ended = launch(case.ranks, work, Path(self.desk.folder), self.now)
         return [each.answer for each in self.ended]
 
     def hung(self) -> str:
         """Say where the ranks stood that hung: in the model's file, or what waits for others."""
         model = str(Path(self.desk.model).resolve())
-        return where(self.ended, Path(self.desk.folder), self.limit, model)
+        return where(self.ended, Path(self.desk.folder), self.now, model)
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -142,14 +152,38 @@ def experts_of(model: str, own: Sequence[str]) -> int:
 
 
 def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
-    """Return the first sizes with which the model runs on one rank, or the usual ones."""
+    """Return the first sizes with which the model runs on one rank, and has all kinds of layers
+    that more layers have, unless each layer is of its own kind; else the usual ones.
+    """
     known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
-    every = [sizes(full, experts, known, needs) for needs in NEEDS]
-    for some in every:
-        with suppress(Exception):
-            model_profile(replace(desk, sizes=some).config(one), model_provider)
-            return some
-    return every[0]
+    for needs in NEEDS:
+        best, most, count = (), 0, 0
+        for layers in LAYERS:
+            some = sizes(full, experts, known, needs | layers)
+            with suppress(Exception):
+                config = replace(desk, sizes=some).config(one)
+                model_profile(config, model_provider)
+                model = model_provider(config, meta_context(config, Grid()))
+                numbers = range(config.model.num_layers)
+                kinds = len({model.layer_config(i) for i in numbers})
+                if kinds > most and most != count or not best:
+                    best, most, count = some, kinds, len(numbers)
+        if best:
+            return with_short_windows(replace(desk, sizes=best), one)
+    return sizes(full, experts, known)
+
+
+def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
+    """Return the sizes with windows that are shorter than a row, where a flag sets them."""
+    config, made = desk.config(one), desk.sizes
+    model = model_provider(config, meta_context(config, Grid()))
+    tokens = torch.arange(config.model.seq_length)[None] % model.config.vocab_size
+    for name in windows_of(load_model_file(desk.model), model.config, tokens):
+        some = (*made, f"--{name.replace('_', '-')}", str(FEW))
+        with suppress(Exception, SystemExit):  # no flag sets this field
+            replace(desk, sizes=some).config(one)
+            made = some
+    return made
 
 
 def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
@@ -179,13 +213,16 @@ def hold(world: Ranks, row: Row) -> None:
     """
     case, desk = row.case, world.desk
     whats: tuple[int | str, ...] = (2,) if case.load else ("initial", 0, 1)
+    distances = {"": LOADED}  # of the weights that a step begins with
     for what in whats:
-        allowed = Allowed(what == "initial", "fp64, in other orders of sums", begins=what == 0)
+        why = "fp64, in other orders of sums"
+        allowed = Allowed(what == "initial", why, begins=what == 0, distances=distances)
         verdict = None
         if what == "initial" or not row.found("replicas"):  # which end the first step
             one, other = desk.one_rank(case.tied, what), Side(desk.record(case.name, what))
             found = compare(one, other, allowed, to_end=True)
             row.measure(found)
+            distances = found.weights
             verdict = conclude(found, one, other, allowed)
             if found.first is None:
                 continue

@@ -333,6 +333,20 @@ def test_experts_are_dealt_out_and_a_layout_that_their_rule_refuses_is_not_run(t
     assert len(every) == len(set(every)) and sum(", ep " in name for name in every) > 30
 
 
+@pytest.mark.parametrize(
+    "name, fits",
+    [
+        ("gemma3", {"--num-layers": "6", "--sliding-window": "5"}),  # the sixth layer is another
+        ("gemma2", {"--num-layers": "4", "--sliding-window": "5"}),
+        ("widths", {"--num-layers": "4"}),  # more layers are of more kinds
+    ],
+)
+def test_sizes_fit_the_fork(name, fits, tmp_path):
+    desk = Desk(str(ROOT / "examples" / "forks" / f"{name}.py"), str(tmp_path), (), ())
+    found = fork_check.fitting(desk, False, 0, layouts.cases(False)[0])
+    assert {flag: found[found.index(flag) + 1] for flag in fits} == fits
+
+
 def test_mistakes_in_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([])

@@ -88,12 +88,14 @@ class Difference:
 class Comparison:
     """What a comparison found: the first difference, or None; and how much was compared.
 
-    errors: the largest distance by kind of tensor, of its norm, where bits may differ.
+    errors: the largest distance by kind of tensor, of its norm, where bits may differ. weights: how
+    far apart the step leaves each weight, by name.
     """
 
     first: Difference | None
     compared: int = 0
     errors: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     left_out: list[Key] = field(default_factory=list)
 
 
@@ -118,6 +120,7 @@ class _Comparer:
         self.dtypes = {_dtype(side) for side in (one, other)}  # a gradient is as exact as these
         self.begin = _Far()  # of the weights that the step begins with
         self.gradient = _Far()
+        self.gradients: dict[str, float] = {}  # how far single ones are apart
 
     def limit(self, *tensors: Tensor, begin: float | None = None) -> float:
         """Return what tensors may differ by, where bits may, of their norm.
@@ -250,7 +253,7 @@ def _of_parameter(
             continue
         begin = _begin(comparer, key, name, one)
         if not exact:
-            _note(comparer, key, one.values, other.values)
+            _note(comparer, key, name, one.values, other.values)
         yield from comparer.differ(key, one, other, exact, tensor=name, begin=begin)
 
 
@@ -264,15 +267,19 @@ def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float
         return begin
     was = comparer.one.parameter(key._replace(phase="before")).get(name)
     moved = 1.0 if was is None else distance(was.values, one.values)
-    return begin + after_rounding(comparer.gradient.share) * moved
+    gradient = max(comparer.gradient.share, min(comparer.gradients.get(name, 0.0), 1.0))
+    return begin + after_rounding(gradient) * moved
 
 
-def _note(comparer: _Comparer, key: Key, a: Tensor, b: Tensor) -> None:
+def _note(comparer: _Comparer, key: Key, name: str, a: Tensor, b: Tensor) -> None:
     """Add what the step begins with, and its gradients, to what later tolerances stand on."""
     if key.kind in WEIGHTS and key.phase == "before":
         comparer.begin.add(a, b)
+    elif key.kind in WEIGHTS:
+        comparer.found.weights[name] = distance(a, b)
     elif key.kind == "gradient":
         comparer.gradient.add(a, b)
+        comparer.gradients[name] = distance(a, b)
 
 
 def _before(comparer: _Comparer) -> Iterator[Difference]:

@@ -19,11 +19,12 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
 }
 
 
-# what a model may need: heads that are together as wide as hidden states; more layers
+# what a model may need: heads that are together as wide as hidden states; a key for each head
 NEEDS: tuple[dict[str, Any], ...] = (
-    {}, {"--hidden-size": 128}, {"--num-layers": 6}, {"--hidden-size": 128, "--num-layers": 6},
-    {"--num-layers": 12}, {"--hidden-size": 128, "--num-layers": 12},
+    {}, {"--hidden-size": 128}, {"--num-query-groups": 8},
+    {"--hidden-size": 128, "--num-query-groups": 8},
 )  # fmt: skip
+LAYERS: tuple[dict[str, Any], ...] = ({}, {"--num-layers": 6}, {"--num-layers": 12})
 
 
 def sizes(

@@ -29,7 +29,7 @@ from mpu.launch import Launch
 from training.faults.activity import Activity
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.store import await_key, late_ranks, place_of, spans
-from training.faults.wire import printable
+from training.files.untrusted import printable
 from training.settings.config import UsageError
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
