@@ -348,10 +348,10 @@ def lost_state(plant: Plant) -> None:
 
     def changed(self: Any) -> Any:
         found = begin(self)
-        for _, kind, _, values in self.optimizer.named_state():
+        for _, kind, _, values in self.saved.optimizer.named_state():
             if kind == plant.get("kind"):
                 values.zero_()
-        for updater in (u for some in self.optimizer.updaters for u in some):
+        for updater in (u for some in self.saved.optimizer.updaters for u in some):
             if "count" in plant:
                 updater.set_steps(updater.steps + plant["count"])
         return found
@@ -503,15 +503,15 @@ def loaded(plant: Plant) -> None:
 
     def changed(self: Any) -> Any:
         found = begin(self)
-        for i, bucket in enumerate(self.optimizer.sink.buckets):
+        for i, bucket in enumerate(self.saved.optimizer.sink.buckets):
             for name, low, high, _ in bucket.owned():
                 part = slice(low - bucket.low, high - bucket.low)
                 if name == plant["name"]:
-                    flats = (bucket.param_shard, self.optimizer.masters[i])
+                    flats = (bucket.param_shard, self.saved.optimizer.masters[i])
                     for flat in {t.data_ptr(): t for t in flats}.values():
                         x = flat.detach()[part]
                         x.copy_(how(plant, x))
-        self.optimizer.sink.gather_weights()
+        self.saved.optimizer.sink.gather_weights()
         return found
 
     pretrain_llama.Saver.begin = changed  # type: ignore[method-assign]
