@@ -53,6 +53,7 @@ from tools.forks.case import (
 from tools.forks.fields import fields_of_config, keys_of_json
 from tools.forks.huggingface import compare as compare_transformers
 from tools.forks.one import (
+    Casts,
     decodes,
     derivatives,
     draws,
@@ -201,7 +202,9 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
             start[name] = start[name].nan_to_num(1.0)
     put(run, start)
     buffers = {name: buffer.clone() for name, buffer in saved_buffers(run.model)}
-    first, outputs = forward(run)
+    with Casts(desk.model) as casts:
+        first, outputs = forward(run)
+    report.findings += [("rounded", "", line) for line in casts.said()]
     report.findings += [("random", "", line) for line in draws(run, outputs, lambda: forward(run))]
     if report.findings:
         return

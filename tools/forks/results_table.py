@@ -22,6 +22,7 @@ HIDDEN_BY = {  # findings of a kind say nothing new where there are some of thes
     "held": ("shape",),
 }
 ALONE = {
+    "rounded",
     "derivative",
     "decode",
     "plan",
@@ -53,6 +54,7 @@ WORDY = {
     "internal",
 }  # their sentences differ in more than a number
 BLOCKING = {
+    "rounded",
     "names",
     "random",
     "raised",
