@@ -77,6 +77,8 @@ from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.run import layer_values, matrices, memory_report, resumable
 from training.run.autotune.overlap import Overlap, OverlapNotes
+from training.run.device import agreed
+from training.run.hints import hinting
 from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.memory_report import MemoryReport
@@ -100,7 +102,6 @@ from training.run.start import (
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
-from training.run.trial import agreed
 from training.run.watch import (
     Digests,
     GarbageCollection,
@@ -448,7 +449,7 @@ def main(
             if store is not None:
                 compare(config, digests | agreed(device), launch, store, activity)
             monitor = new_monitor(config, grid, launch, store, report_to, activity)
-            with monitor, memory_report.enough():
+            with monitor, memory_report.enough(), hinting(config, stop_signal):
                 monitor.action = "connecting the process groups"
                 connect(config, grid, device, store, timeout, note_of(grid.rank))
                 monitor.action = "building the model"
@@ -510,6 +511,7 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
 
 
 if __name__ == "__main__":
+    gc.freeze()  # so no collection looks through 160,000 objects of what is imported
     gc.enable()
     run_main = partial(main, parent=PARENT, activity=ACTIVITY)
     as_process(run_main, os.environ.get(ERROR_FILE))

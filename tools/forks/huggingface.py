@@ -24,9 +24,9 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, read_sizes
 from mpu.module_tracker import site
 from mpu.param import placement_of, saved_buffers, unique_parameters
-from tools.bisect.record import FRAME
 from tools.forks.case import cut, held, whole
 from tools.forks.fields import Finding, model_of, others
+from training.run.watch.recorder import FRAME
 
 SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in fp32
 IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")

@@ -18,8 +18,7 @@ from typing import NoReturn
 
 from mpu.launch import Launch
 from training.faults.monitor import exited_early
-from training.faults.wire import printable
-from training.files.untrusted import sentence
+from training.files.untrusted import printable, sentence
 from training.flags.parallel_rules import WrongWorldError
 from training.run import output
 from training.run.rendezvous import SHORT, RendezvousError, meet

@@ -29,7 +29,7 @@ from mpu.launch import Launch
 from training.faults.activity import Activity
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.store import await_key, late_ranks, place_of, spans
-from training.faults.wire import printable
+from training.files.untrusted import printable
 from training.settings.config import UsageError
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
@@ -125,8 +125,8 @@ def _open(
         over=lambda: f"{who} has come to {_where(launch)}",
     ):
         store = _connected(launch, deadline, timeout, state, why)
-    if store is None:
-        raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
+        if store is None:  # in the block, whose end would say that it came
+            raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
     store.set_timeout(timeout)
     return store
 

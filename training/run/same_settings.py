@@ -18,7 +18,8 @@ import torch.distributed as dist
 from mpu.launch import Launch
 from training.faults.activity import Activity
 from training.faults.store import await_key, late_ranks, poll
-from training.faults.wire import printable
+from training.faults.wire import PRINTED
+from training.files.untrusted import printable
 from training.flags.flag_table import live_flags
 from training.run.rendezvous import ABSENT, ACKNOWLEDGED, MARGIN, RendezvousError
 from training.settings.config import Config, UsageError
@@ -120,7 +121,7 @@ def _exchange(mine: str, launch: Launch, store: dist.Store, activity: Activity) 
     while rank == 0 and acknowledged < world and time.monotonic() < deadline:
         time.sleep(0.05)  # rank 0 may be the store itself
         acknowledged = store.add("start/heard", 0)
-    raise UsageError(printable(verdict))
+    raise UsageError(printable(verdict, most=PRINTED))
 
 
 def _collected(mine: str, launch: Launch, store: dist.Store, activity: Activity) -> str:
@@ -142,7 +143,7 @@ def _collected(mine: str, launch: Launch, store: dist.Store, activity: Activity)
         "waiting for the settings of all ranks",
         now,
         limit=COMPARING,
-        over=lambda: f"{late_ranks(told, store, launch)} sent settings",
+        over=lambda: "" if missing() else f"{late_ranks(told, store, launch)} sent settings",
         on_line=lambda: store.set("late/start", ""),
     ):
         deadline = time.monotonic() + COMPARING
