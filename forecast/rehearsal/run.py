@@ -40,6 +40,7 @@ from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
 from training.run import start
 from training.run.model_profile import model_profile
+from training.run.trial import try_calls
 from training.run.waiting import Progress
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
@@ -258,11 +259,12 @@ def rehearse(
     patches: Patches,
     real: bool = False,
     progress: Progress | None = None,
+    tries: bool = True,
 ) -> Rehearsed:
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
     real: on tensors that have memory, with the other ranks of a real world. progress: counts the
-    steps.
+    steps. tries: whether a run's trial calls are made first.
     """
     progress = progress or Progress()
     progress.begin("building the model")
@@ -309,6 +311,8 @@ def rehearse(
             Reads(recorder).install(patches)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
+                if tries and device.type == "cuda":
+                    try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
                 recorder.layers = ModuleTracker(run.model, run.engine.queue, run.sink)

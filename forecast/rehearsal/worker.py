@@ -36,7 +36,7 @@ def points(job: dict[str, Any], config: Any) -> list[tuple[int, dict[str, float]
     from forecast.rehearsal.few_layers import numbers
 
     device = replace(gpu_of(config), levels=tuple(Level(*level) for level in job["levels"]))
-    seen = rehearsal.run(pretrain_llama, config, node=job["node"])
+    seen = rehearsal.run(pretrain_llama, config, node=job["node"], tries=False)
     if seen.failure is not None:
         raise RuntimeError(f"{seen.failure.place}: {seen.failure.what}")
     counts = sorted({seen.few, seen.micro_batches})
