@@ -510,6 +510,7 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
 
 
 if __name__ == "__main__":
+    gc.freeze()  # so no collection looks through 160,000 objects of what is imported
     gc.enable()
     run_main = partial(main, parent=PARENT, activity=ACTIVITY)
     as_process(run_main, os.environ.get(ERROR_FILE))

@@ -171,6 +171,7 @@ def decode_in(comm: Any, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.prove
 def test_forks_decode_as_they_train(world, paths):
     cases = [case_of(fork, paths[fork]) for fork in FORKS]
     (one,) = world(1).run(decode_in, cases)

@@ -143,7 +143,7 @@ def _collected(mine: str, launch: Launch, store: dist.Store, activity: Activity)
         "waiting for the settings of all ranks",
         now,
         limit=COMPARING,
-        over=lambda: f"{late_ranks(told, store, launch)} sent settings",
+        over=lambda: "" if missing() else f"{late_ranks(told, store, launch)} sent settings",
         on_line=lambda: store.set("late/start", ""),
     ):
         deadline = time.monotonic() + COMPARING
