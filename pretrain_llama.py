@@ -449,7 +449,7 @@ def main(
             if store is not None:
                 compare(config, digests | agreed(device), launch, store, activity)
             monitor = new_monitor(config, grid, launch, store, report_to, activity)
-            with monitor, memory_report.enough(), hinting(config, stop_signal):
+            with monitor, memory_report.enough(), hinting(config, device, stop_signal):
                 monitor.action = "connecting the process groups"
                 connect(config, grid, device, store, timeout, note_of(grid.rank))
                 monitor.action = "building the model"

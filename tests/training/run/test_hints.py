@@ -14,7 +14,7 @@ from mpu.layers.attention import core, max_logits
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
 from mpu.optim import muon
-from training.run import same_settings
+from training.run import hints, same_settings
 from training.run.device import agreed
 
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 1e-3
@@ -29,13 +29,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ("owner", "name", "more", "hint"),
     [
         (F, "scaled_dot_product_attention", "", "--attention-backend unfused"),
-        (max_logits, "_products", "--log-max-attention-logit", "omit --log-max-attention-logit"),
+        (max_logits, "_products", "--log-max-attention-logit", "no --log-max-attention-logit"),
         (Recipe, "accumulate", "", "--main-grads-dtype bf16"),
-        (Float8, "accumulate", FLOAT8, "--fp8-wgrad-bf16, or omit --fp8-format"),
-        (Float8, "product", FLOAT8, "another --fp8-recipe, or omit --fp8-format"),
+        (Float8, "accumulate", FLOAT8, "--fp8-wgrad-bf16, or no --fp8-format"),
+        (Float8, "product", FLOAT8, "another --fp8-recipe, or no --fp8-format"),
         (experts, "grouped_product", MOE, "--hidden-size and --moe-ffn-hidden-size in multiples"),
         (linear_cross_entropy, "softmax_stats", "--fused-linear-cross-entropy",
-         "omit --fused-linear-cross-entropy"),
+         "no --fused-linear-cross-entropy"),
         (muon, "orthogonalise", "--optimizer muon", "--optimizer adam"),
     ],
 )  # fmt: skip
@@ -46,23 +46,31 @@ def test_the_traceback_ends_with_what_avoids_it(monkeypatch, owner, name, more, 
     if code := getattr(getattr(owner, name), "__code__", None):  # it fails in itself
         there = {"co_name": name, "co_filename": code.co_filename}
         fails.__code__ = fails.__code__.replace(**there)
+    monkeypatch.setattr(hints, "DEVICES", ("cpu",))
     monkeypatch.setattr(core, "takes_native", lambda *qkv: False)
     monkeypatch.setattr(owner, name, fails)
     with pytest.raises(RuntimeError, match="no kernel image") as error:
         pretrain_llama.main(f"{FLAGS} {more}".split())
     (note,) = error.value.__notes__
-    assert note.startswith(f"The first step failed there. What may avoid it: {hint}")
+    assert note.startswith(f"If a library has no kernel for this GPU or dtype, try {hint}")
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_later_step_and_a_mistake_of_the_model_get_none(monkeypatch, step):
-    """Nor does an error of a kernel that was launched before: its traceback is of another call."""
+@pytest.mark.parametrize(
+    ("device", "step", "message"),
+    [
+        ("cpu", 1, "CUDA error: an illegal memory access"),  # of a kernel that was launched before
+        ("cpu", 2, "a mistake"),
+        ("cuda", 1, "a mistake of the model, as it runs on a CPU"),
+    ],
+)
+def test_other_errors_get_none(monkeypatch, device, step, message):
+    monkeypatch.setattr(hints, "DEVICES", (device,))
     seen, attention = [], core.CoreAttention.__call__
 
     def fails(*args, **kwargs):
         seen.append(1)
         if len(seen) == step:
-            raise RuntimeError("CUDA error: an illegal memory access" if step == 1 else "a mistake")
+            raise RuntimeError(message)
         return attention(*args, **kwargs)
 
     monkeypatch.setattr(core.CoreAttention, "__call__", fails)
