@@ -77,8 +77,6 @@ from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.run import layer_values, matrices, memory_report, resumable
 from training.run.autotune.overlap import Overlap, OverlapNotes
-from training.run.device import agreed
-from training.run.hints import hinting
 from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.memory_report import MemoryReport
@@ -102,6 +100,7 @@ from training.run.start import (
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
+from training.run.trial import agreed
 from training.run.watch import (
     Digests,
     GarbageCollection,
@@ -450,7 +449,7 @@ def main(
                 shared = settings_of(config, digests | agreed(device), launch)
                 store = meet(timeout, launch, activity=activity, settings=shared)
             monitor = new_monitor(config, grid, launch, store, report_to, activity)
-            with monitor, memory_report.enough(), hinting(config, device, stop_signal):
+            with monitor, memory_report.enough():
                 monitor.action = "connecting the process groups"
                 connect(config, grid, device, store, timeout, note_of(grid.rank))
                 monitor.action = "building the model"

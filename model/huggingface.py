@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-from mpu.layers.rope import Yarn
+from mpu.layers.rope import LINEAR, Yarn
 
 Rules = dict[str, Callable[[Any], bool]]
 ORIGINAL = "original_max_position_embeddings"
@@ -125,8 +125,8 @@ def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Return the fields of a LlamaConfig for `read_rope`'s: default, llama3, yarn (transformers'
-    _compute_yarn_parameters), or linear by 1, which is default.
+    """Return the fields of a LlamaConfig for `read_rope`'s: default, linear, llama3, or yarn
+    (transformers' _compute_yarn_parameters).
     """
     kind, length = rope["rope_type"], rope[ORIGINAL]
 
@@ -144,13 +144,15 @@ def _rotary(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
         length = int(length)
     if kind == "default" or (kind == "linear" and number("factor") == 1.0):
         return found
+    if kind == "linear":
+        return found | {"rope_scaling_factor": number("factor"), "rope_original_length": LINEAR}
     if kind == "llama3" and (number("low_freq_factor"), number("high_freq_factor")) == (1.0, 4.0):
         return found | {"rope_scaling_factor": number("factor"), "rope_original_length": length}
     if kind != "yarn":
         names = ("rope_type", "factor", "low_freq_factor", "high_freq_factor")
         has = ", ".join(f"{name} {rope[name]!r}" for name in names if name in rope)
         raise ValueError(
-            f"config.json: rope_scaling has {has}: only Llama 3.1's rule and yarn are known"
+            f"config.json: rope_scaling has {has}: only Llama 3.1's rule, yarn and linear are known"
         )
     ratio = "factor" in rope and rope["factor"] is None
     factor = positions / length if ratio else number("factor")
@@ -200,6 +202,8 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
         return scaling
     if not config.rope_scaling_factor:
         return None
+    if config.rope_original_length == LINEAR:
+        return {"rope_type": "linear", "factor": config.rope_scaling_factor}
     return {
         "rope_type": "llama3",
         "factor": config.rope_scaling_factor,

@@ -386,7 +386,8 @@ def main() -> None:
         if place != args.output_dir:
             take(place, args.output_dir)
     except (ValueError, OSError) as error:
-        sys.exit(error_line("make train" if args.check_only else "build_corpus.py", error))
+        program = "make train" if args.check_only else "build_corpus.py"
+        sys.exit(error_line(program, error, f"--output-dir {args.output_dir}"))
     source = "the given files" if args.input else f"Python {about['python']}'s standard library"
     print(
         f"corpus: {source}, {about['texts']} texts, {about['bytes']:,} bytes,"

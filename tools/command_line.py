@@ -96,13 +96,17 @@ def _meant(name: str, known: Sequence[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def error_line(program: str, error: BaseException) -> str:
+def error_line(program: str, error: BaseException, output: str = "") -> str:
     """Return the line that a tool prints for an error.
 
+    output: the flag and value that say where it writes, for an error of a write, which names no
+    file.
     Raises the error again where it says that the reader of the output has left (mpu/needs.py).
     """
     if isinstance(error, BrokenPipeError):
         raise error
+    if output and isinstance(error, OSError) and error.filename is None and error.strerror:
+        return f"{program}: {printable(output)}: {error.strerror}"
     return f"{program}: {sentence(error)}"
 
 

@@ -437,7 +437,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args["tokenizer_model"] = model_of(*files)
         preprocess(args.pop("input"), **args)
     except (ValueError, OSError) as error:
-        print(error_line("preprocess_data.py", error), file=sys.stderr)
+        output = f"--output-prefix {args['output_prefix']}"
+        print(error_line("preprocess_data.py", error, output), file=sys.stderr)
         return 1
     except BrokenProcessPool:
         print("a worker was killed (out of memory?); the same command continues", file=sys.stderr)

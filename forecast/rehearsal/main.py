@@ -116,10 +116,11 @@ def run(
     exchange: Exchange | None = None,
     progress: Progress | None = None,
     node: int = GPUS_A_NODE,
+    tries: bool = True,
 ) -> Rehearsed:
     """Rehearse a rank, for which this process must be new. Raises UsageError.
 
-    node: its GPUs.
+    node: its GPUs. tries: whether a run's trial calls are made first.
     """
     world, options = config.parallel.world_size, config.rehearse
     here = min(node, world)
@@ -143,7 +144,7 @@ def run(
     network.install(patches)
     return rehearse(
         script, config, launch, recorder, network, steps=options.rehearse_steps,
-        patches=patches, progress=progress,
+        patches=patches, progress=progress, tries=tries,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from forecast.recording import Actions, few_micro_batches, record
 from forecast.rehearsal.device import Reads
 from forecast.rehearsal.events import Action, Alloc, Event, Free
+from forecast.rehearsal.fakes import fake_tensor_mode
 from forecast.rehearsal.group import Distributed
 from forecast.rehearsal.order import Finding
 from forecast.rehearsal.patches import Patches
@@ -31,7 +32,7 @@ from mpu.launch import Launch
 from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
-from mpu.torch_private import fake_tensors, function_of
+from mpu.torch_private import function_of
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
 from training.data.loader import Loader
@@ -39,6 +40,7 @@ from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
 from training.run import start
 from training.run.model_profile import model_profile
+from training.run.trial import try_calls
 from training.run.waiting import Progress
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
@@ -257,11 +259,12 @@ def rehearse(
     patches: Patches,
     real: bool = False,
     progress: Progress | None = None,
+    tries: bool = True,
 ) -> Rehearsed:
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
     real: on tensors that have memory, with the other ranks of a real world. progress: counts the
-    steps.
+    steps. tries: whether a run's trial calls are made first.
     """
     progress = progress or Progress()
     progress.begin("building the model")
@@ -303,13 +306,13 @@ def rehearse(
         else:
             patches.everywhere(draw_normal, _draw_one_block)
             patches.replace(Dispatcher, "on_host", _assumed)
-            fake = fake_tensors()
-            modes.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
+            modes.enter_context(fake_tensor_mode())
             modes.enter_context(Watch(recorder, fake=True))
-            modes.enter_context(reads := Reads(recorder))
-            patches.replace(fake.FakeTensor, "tolist", lambda x: reads.tolist(x))
+            Reads(recorder).install(patches)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
+                if tries and device.type == "cuda":
+                    try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
                 recorder.layers = ModuleTracker(run.model, run.engine.queue, run.sink)

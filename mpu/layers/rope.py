@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The angles of rotary positions (Su et al. 2021), stretched by Llama 3.1's rule or by YaRN.
+"""The angles of rotary positions (Su et al. 2021), stretched by Llama 3.1's rule, by YaRN, or all
+alike, which is linear interpolation of the positions (Chen et al. 2023).
 
 Pairs are elements i and i + d/2, as in Hugging Face's Llama, so weights need no permutation.
 """
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+LINEAR = 1  # as original_length in rope_frequencies: every wavelength, at least 2 pi, is above it
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def rope_frequencies(
 
     scaling_factor > 0 applies Llama 3.1's rule: wavelengths above original_length are stretched by
     the factor, those under a quarter of it kept, those between blended linearly in 1/wavelength.
+    With original_length LINEAR all are stretched: positions are divided by the factor.
     """
     inverse = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     if not scaling_factor:

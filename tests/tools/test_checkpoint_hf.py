@@ -13,15 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from model.llama import Llama, from_hf_config, hf_names
+from model.load import of_checkpoint
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.grid import Grid
+from mpu.layers.rope import rope_frequencies
 from mpu.param import unique_parameters
 from tests.sampling import sampled
 from tools.checkpoint import main
 from tools.checkpoints.copy import from_hf
 from tools.generate import generate, load_model
 from training.checkpoint import find_latest, load, parameter_pieces
+from training.flags.model_sizes import of_model
+from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALED = {
@@ -49,6 +53,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 500000.0, **SCALED, "factor": 32.0},
+    },
+    "linear": {
+        "num_key_value_heads": 8,
+        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "linear", "factor": 4.0},
     },
     "yarn": {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 10000.0, **YARN}},
     "yarn, own numbers": {
@@ -184,6 +192,20 @@ def test_yarn_is_read_as_transformers_reads_it(tmp_path: Path, rope: dict[str, A
         assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()
     model, _ = load_model(str(tmp_path / "hf"), Grid(), torch.device("cpu"), torch.float32)
     assert generate(model, tokens[0, :8].tolist(), max_new_tokens=60, temperature=0) == [few]
+
+
+def test_linear_scaling_is_megatrons_flag(tmp_path: Path) -> None:
+    """--use-checkpoint-args takes it from the folder; each frequency is divided by the factor."""
+    hugging_face("linear").save_pretrained(tmp_path / "hf")
+    given = f"--use-checkpoint-args --load {tmp_path}/hf --finetune --mock-data --seq-length 64"
+    flags = f"{given} --tokenizer-type NullTokenizer --lr 1e-3 --train-iters 1 --micro-batch-size 1"
+    model = parse(f"{flags} --global-batch-size 1".split(), 1, of_checkpoint=of_checkpoint).model
+    assert model.rotary_seq_len_interpolation_factor == 4.0 and not model.use_rope_scaling
+    sizes = of_model(model)
+    scaling = sizes["rope_scaling_factor"], sizes["rope_original_length"]
+    for base in (2.0, 1e4):
+        found = rope_frequencies(12, base, *scaling)
+        assert torch.equal(found, rope_frequencies(12, base) / 4)
 
 
 def test_a_mistral_without_a_window_comes_in(tmp_path: Path) -> None:

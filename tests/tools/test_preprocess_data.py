@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -203,6 +204,19 @@ def test_the_command(tmp_path, inputs):
     assert "out_text_document: 62 documents" in out and "tokens/s with 2 worker(s)" in out
     assert pair(tmp_path / "out_text_document") == pair(once.prefix)
     assert main(["--input", "nothing.txt", *map(str, flags)]) == 1
+
+
+def test_a_write_that_fails_names_the_output(tmp_path, inputs, capsys):
+    """As on a full disk: the system's error of a write names no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    flags = ["--output-prefix", tmp_path / "out", "--tokenizer-type", "NullTokenizer"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        status = main(["--input", *inputs, *map(str, flags), "--vocab-size", "101"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = f"preprocess_data.py: --output-prefix {tmp_path / 'out'}: File too large"
+    assert status == 1 and told in capsys.readouterr().err
 
 
 def workers_of(process):

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, saved_config
+from mpu.layers.rope import LINEAR
 from mpu.torch_private import storage_info
 from tools.checkpoints.convert_huggingface import check_shapes
 from tools.checkpoints.copy import open_newest
@@ -273,6 +274,7 @@ def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[st
         _state_of(found, n, default=0) for n in ("iteration", "consumed_samples")
     )
     qk = any(name.endswith("q_norm.weight") for name in found.index)
+    linear = config.rope_scaling_factor and config.rope_original_length == LINEAR
     args = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -287,7 +289,8 @@ def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[st
         "add_position_embedding": True,  # Megatron-LM's, whatever the positions are
         "rotary_base": config.rotary_base,
         "rotary_percent": 1.0,
-        "use_rope_scaling": bool(config.rope_scaling_factor),
+        "use_rope_scaling": bool(config.rope_scaling_factor) and not linear,
+        "rotary_seq_len_interpolation_factor": config.rope_scaling_factor if linear else None,
         "normalization": "RMSNorm",
         "norm_epsilon": config.norm_epsilon,
         "swiglu": True,

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from model.load import load_model_file
 from mpu.grid import Grid
 from mpu.param import Piece, placement_of, unique_parameters
 from pretrain_llama import LlamaRun, model_provider
+from tools.compare.first_difference import Allowed
+from tools.compare.join import Side
+from tools.compare.verdict import verdict_of
 from tools.forks.case import cut, held
 from training.run.model_profile import meta_context
 from training.settings.config import Config
@@ -29,7 +33,6 @@ NOISE = 1e-8  # rounding of a difference of losses, by STEP
 SAME = 1e-10  # largest error of decode's logits, of their norm
 CERTAIN = 5.0  # standard errors by which a drawn value's spread may be off
 NUMBER = re.compile(r"layers\.\d+")
-Outputs = dict[str, list[float]]
 
 
 def names_of(config: Config) -> list[tuple[str, str]]:
@@ -53,26 +56,31 @@ def names_of(config: Config) -> list[tuple[str, str]]:
     return [("names", line) for line in found]
 
 
-def draws(run: LlamaRun, before: Outputs, again: Callable[[], tuple[float, Outputs]]) -> list[str]:
-    """Return a sentence where a forward pass draws random numbers or depends on the one before.
+def draws(run: LlamaRun, forward: Callable[[Path | None], float], folder: Path) -> str:
+    """Return a sentence if a forward pass draws random numbers or depends on the one before, or "".
 
-    before: the outputs of a first pass; again: makes another one of the same batch.
+    forward: makes a pass of the same batch, returns its loss, and records it in a folder.
     """
-    state = torch.get_rng_state()
-    _, after = again()
-    first = next((name for name in before if before[name] != after.get(name)), "")
-    where = f"; the first output that changes is that of {first}" if first else ""
-    if not torch.equal(state, torch.get_rng_state()):
-        return [
+    state, loss = torch.get_rng_state(), forward(None)
+    again = forward(None)
+    drawn = not torch.equal(state, torch.get_rng_state())
+    if not drawn and loss == again:
+        return ""
+    sides = []
+    for name in ("once", "again"):
+        forward(folder / name)
+        sides.append(Side(folder / name))
+    verdict = verdict_of(sides[0], sides[1], Allowed(True))
+    first = "" if verdict.same else f"; {verdict.sentence}"
+    if drawn:
+        return (
             "the forward pass draws random numbers from torch's default generator, which differ "
-            f"over tp, in a pipeline, under recomputation and after a resume{where}"
-        ]
-    if first:
-        return [
-            "two forward passes of the same batch with the same weights differ, so the model keeps "
-            f"something from one call to the next, or draws random numbers{where}"
-        ]
-    return []
+            f"over tp, in a pipeline, under recomputation and after a resume{first}"
+        )
+    return (
+        "two forward passes of the same batch with the same weights differ, so the model keeps "
+        f"something from one call to the next, or draws random numbers{first}"
+    )
 
 
 @torch.no_grad()

@@ -56,6 +56,23 @@ PARTIAL_ENDINGS = (
 EVERYTHING = ("**", "*")  # a folder's pattern
 
 
+def wide_encoding(begin: bytes) -> str:
+    """Return "UTF-16" or "UTF-32" where a text begins with its byte order mark, or without a mark
+    with four letters of ASCII or more, which would be valid UTF-8 with NULs between; else "".
+    """
+    if begin.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "UTF-32"
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16"
+    for name, size in (("UTF-32", 4), ("UTF-16", 2)):
+        whole = begin[: len(begin) // size * size] if len(begin) >= 4 * size else b""
+        nul = [not any(whole[i::size]) for i in range(size)]  # of each byte of a character
+        if whole and nul in ([False] + [True] * (size - 1), [True] * (size - 1) + [False]):
+            used = whole[0 if nul[-1] else size - 1 :: size]
+            return name if all(used) else ""
+    return ""
+
+
 def ending_of(path: str) -> str:
     """Return ".gz", ".zst", ".parquet", ...: the last ending of a name, in small letters."""
     return os.path.splitext(path)[1].lower()
@@ -310,8 +327,8 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
             raise ValueError(
                 f"{flag} {path}: it does not begin as a {ending} file does; rename it to what it is"
             )
-        if begin[:2] in (b"\xff\xfe", b"\xfe\xff") and ending not in BEGINNINGS:
-            raise ValueError(f"{flag} {path}: it is UTF-16; text must be UTF-8")
+        if ending not in BEGINNINGS and (wide := wide_encoding(begin)):
+            raise ValueError(f"{flag} {path}: it is {wide}; text must be UTF-8")
         if ending == ".json" and begin.lstrip().startswith(b"["):
             raise ValueError(
                 f"{flag} {path}: it is one JSON array; one JSON object a line is needed (jq -c "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from mpu.layers.rope import Yarn
+from mpu.layers.rope import LINEAR, Yarn
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import newest, places, why_none
 from training.checkpoint.huggingface import HuggingFaceDirectory
@@ -23,9 +23,10 @@ MUP = "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
 # more fields of a model's own config that flags set, and those that --use-mup does
 OTHERS = "rope_scaling_factor rope_original_length yarn tied make_vocab_size_divisible_by".split()
 MULTIPLIERS = "embedding_mult logits_divisor softmax_scale width_mult".split()
-ROPE = """--rotary-base --use-rope-scaling --rope-scaling-factor --position-embedding-type
-    --rotary-scaling-factor --yarn-original-max-position-embeddings --yarn-beta-fast
-    --yarn-beta-slow --no-yarn-correction-range-round-to-int --mscale
+ROPE = """--rotary-base --use-rope-scaling --rope-scaling-factor
+    --rotary-seq-len-interpolation-factor --position-embedding-type --rotary-scaling-factor
+    --yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow
+    --no-yarn-correction-range-round-to-int --mscale
     --mscale-all-dim""".split()  # by --allow-change rope
 OfCheckpoint = Callable[
     [dict[str, Any], Mapping[str, Any] | None, str | None], tuple[str, Any]
@@ -45,11 +46,14 @@ def of_model(m: ModelConfig) -> dict[str, Any]:
             m.yarn_beta_slow, Yarn.suggested(m.rotary_scaling_factor, m.mscale, m.mscale_all_dim),
             truncate=not m.no_yarn_correction_range_round_to_int,
         )  # fmt: skip
+    scaling = m.rope_scaling_factor if m.use_rope_scaling else 0.0
+    if m.rotary_seq_len_interpolation_factor > 1:
+        scaling, own["rope_original_length"] = m.rotary_seq_len_interpolation_factor, LINEAR
     return {
         **{name: getattr(m, name) for name in SAME},
         **own,
         "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
-        "rope_scaling_factor": m.rope_scaling_factor if m.use_rope_scaling else 0.0,
+        "rope_scaling_factor": scaling,
         "tied": not m.untie_embeddings_and_output_weights,
     }
 
@@ -146,7 +150,9 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
     out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
     out["--kv-channels"] = sizes.head_size
     out["--group-query-attention"] = True
-    if sizes.rope_scaling_factor:
+    if sizes.rope_scaling_factor and sizes.rope_original_length == LINEAR:
+        out["--rotary-seq-len-interpolation-factor"] = sizes.rope_scaling_factor
+    elif sizes.rope_scaling_factor:
         if sizes.rope_original_length != 8192:
             raise ValueError(
                 f"original_max_position_embeddings is {sizes.rope_original_length}, and flags know "

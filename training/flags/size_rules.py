@@ -36,6 +36,13 @@ def check(config: Config) -> None:
             f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
             f"{m.max_position_embeddings}"
         )
+    if m.rotary_seq_len_interpolation_factor > 1:
+        if m.use_rope_scaling or m.position_embedding_type == "yarn":
+            other = "--use-rope-scaling" if m.use_rope_scaling else "--position-embedding-type yarn"
+            raise UsageError(
+                "--rotary-seq-len-interpolation-factor "
+                f"{m.rotary_seq_len_interpolation_factor:g} and {other} exclude each other"
+            )
     if m.position_embedding_type == "yarn":
         _yarn(m)
 

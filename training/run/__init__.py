@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process does around its steps.
 
-start           what comes before step 1, in order; rendezvous, same_settings, autotune and
+start           what comes before step 1, in order; rendezvous, same_settings, trial, autotune and
                 warm_up are parts of it
-process, hints  how a process ends: a mistake in one sentence, exit codes; what may avoid it
+process         how a process ends: a mistake in one sentence, exit codes
 state, step     Run, the state of a rank; Step, Decision and combine, what follows a step
 saver, resume   write and read checkpoints; saved_state: what they hold; same_run: what may
                 resume; settings_changed: which flags differ

@@ -10,7 +10,6 @@ import torch
 
 from mpu import driver
 from mpu.accelerators import own_gpu
-from mpu.kernels import available
 from mpu.launch import (
     Launch,
     cpu_settings,
@@ -178,8 +177,3 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(TRIM_THRESHOLD, 2**31 - 1)
     )
-
-
-def agreed(device: torch.device) -> dict[str, str]:
-    """Return what must be the same on all ranks, by its name in messages: whether Triton runs."""
-    return {"what keeps Triton from running": available.why_not()} if device.type == "cuda" else {}

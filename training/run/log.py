@@ -264,7 +264,8 @@ class Log:
             loss = f"loss {self.mean_loss:.4f}"
             self.out.print(f"finished: {iteration} iterations, {loss}, {took}{where}")
         else:
-            self.out.print(f"nothing to do: iteration {iteration} of {iteration} is already done")
+            of = f"of {self.total_iterations}"
+            self.out.print(f"nothing to do: iteration {iteration} {of} is already done")
 
     def note(self, text: str) -> None:
         """Print a line, above the live bar where there is one."""

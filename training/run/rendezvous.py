@@ -140,8 +140,8 @@ def _open(
         over=lambda: f"{who} has come to {_where(launch)}",
     ):
         store = _connected(launch, deadline, timeout, state, why)
-    if store is None:
-        raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
+        if store is None:  # in the block, whose end would say that it came
+            raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
     store.set_timeout(timeout)
     return store
 

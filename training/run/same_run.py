@@ -44,6 +44,10 @@ NUMERICS = 1
 SCHEDULE = "batch.step_batch_size_schedule"
 # of a model's hf_config, which has some of them; the word is "rope"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+SCALED_BY = {  # by rope_type, its factor
+    "yarn": "--rotary-scaling-factor",
+    "linear": "--rotary-seq-len-interpolation-factor",
+}
 
 
 def expected(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,9 +98,9 @@ def _rope(fields: Mapping[str, Any], length: int | None) -> str:
     """
     scaling, theta = fields.get("rope_scaling") or {}, fields.get("rope_theta")
     try:
-        flag = "--rotary-" if scaling.get("rope_type") == "yarn" else "--rope-"
+        flag = SCALED_BY.get(scaling.get("rope_type"), "--rope-scaling-factor")
         text = f"--rotary-base {theta:g}, "
-        factor = f"{flag}scaling-factor {scaling['factor']:g}" if scaling else ""
+        factor = f"{flag} {scaling['factor']:g}" if scaling else ""
         text += factor or "no --use-rope-scaling"
     except (AttributeError, KeyError, TypeError, ValueError):
         own = {field: fields[field] for field in ROPE if fields.get(field) is not None}

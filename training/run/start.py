@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank does up to its first step, in the order of main() and work() of pretrain_llama.py:
 
-    prepare               alone: the device, the tokenizer, the data
+    prepare               alone: the device, a trial call of each kernel, the tokenizer, the data
     meet                  all ranks find each other, and have the same settings (same_settings.py)
     new_monitor, connect  the failure channel, the process groups, memory that ranks share
     build                 the model, its buckets, its optimizer (pretrain_llama.py)
@@ -56,6 +56,7 @@ from training.run.rendezvous import RendezvousError
 from training.run.restarts import write_error_file
 from training.run.saver import Saver
 from training.run.state import Run, RunSchedule
+from training.run.trial import try_calls
 from training.run.warm_up import warm_up
 from training.run.watch.intervals import still_due
 from training.settings import param_groups
@@ -111,6 +112,9 @@ def prepare(
     activity.what = "loading the tokenizer"
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
+    if device.type == "cuda":
+        activity.what = "compiling and calling each kind of kernel"
+        try_calls(config, device, note)
     part = (grid.cp.rank, grid.cp.size)
     activity.what = "opening the data"
     loaders = build_loaders(

@@ -121,6 +121,13 @@ class ModelConfig:
         POSITIVE,
         needs="--use-rope-scaling",
     )
+    rotary_seq_len_interpolation_factor: float = setting(
+        1.0,
+        "divide the positions by this (linear interpolation, rope_type linear of a config.json)",
+        "ratio",
+        real(1),
+        older=1.0,
+    )
     position_embedding_type: str = setting(
         "rope",
         "positions are rotary; yarn stretches them to more positions than the model was trained at",

@@ -16,9 +16,9 @@ from training.settings.config import Config, Stage, UsageError
 LENGTH = "seq_length"
 # what a stage may set besides its data: these fields of ModelConfig
 ROPE = (
-    "rotary_base use_rope_scaling rope_scaling_factor position_embedding_type "
-    "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
-    "no_yarn_correction_range_round_to_int mscale mscale_all_dim"
+    "rotary_base use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor "
+    "position_embedding_type rotary_scaling_factor yarn_original_max_position_embeddings "
+    "yarn_beta_fast yarn_beta_slow no_yarn_correction_range_round_to_int mscale mscale_all_dim"
 ).split()
 Sizes = tuple[tuple[int, int], ...]  # (from this token or sample on, samples of a step)
 

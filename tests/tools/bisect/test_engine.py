@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from tools.bisect.compare import Allowed, allowed, compare
-from tools.bisect.side import Key, Side
-from tools.bisect.verdict import verdict_of
+from tools.compare.first_difference import Allowed, allowed, compare
+from tools.compare.join import Key, Side
+from tools.compare.verdict import verdict_of
 
 S, B, H, V = 8, 3, 6, 10
 EXACT, LOOSE = Allowed(True), Allowed(False)
@@ -21,7 +21,7 @@ GRADIENT = torch.randn(12, H, generator=GENERATOR, dtype=torch.float64)
 
 
 class Record:
-    """Writes one rank's record as tools/bisect/record.py does."""
+    """Writes one rank's record as training/run/watch/recorder.py does."""
 
     def __init__(self, folder, rank=0, sp=False, **axes):
         folder.mkdir(exist_ok=True)

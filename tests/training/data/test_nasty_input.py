@@ -123,6 +123,10 @@ def test_what_is_no_fault(tmp_path):
 
 FILES = {  # name: (contents, sentence)
     "utf16.txt": ("text".encode("utf-16"), "utf16.txt: it is UTF-16; text must be UTF-8"),
+    "le.jsonl": ('{"text": "a"}\n'.encode("utf-16-le"), "le.jsonl: it is UTF-16; text must be"),
+    "be.txt": ("text".encode("utf-16-be"), "be.txt: it is UTF-16; text must be UTF-8"),
+    "utf32.txt": ("text".encode("utf-32"), "utf32.txt: it is UTF-32; text must be UTF-8"),
+    "be32.txt": ("text".encode("utf-32-be"), "be32.txt: it is UTF-32; text must be UTF-8"),
     "renamed.jsonl.gz": (GOOD, "renamed.jsonl.gz: it does not begin as a .gz file does"),
     "renamed.parquet": (GOOD, "renamed.parquet: it does not begin as a .parquet file does"),
     "table.csv": (b"a,b", "table.csv: neither .txt nor .jsonl"),

@@ -310,6 +310,10 @@ MISTAKES = [
     ),
     ("--position-embedding-type yarn --rotary-base 1", 1, "--rotary-base 1 must be above 1"),
     ("--position-embedding-type yarn --use-rope-scaling", 1, "exclude each other"),
+    (
+        "--rotary-seq-len-interpolation-factor 4 --use-rope-scaling", 1,
+        "--rotary-seq-len-interpolation-factor 4 and --use-rope-scaling exclude each other",
+    ),
     ("--position-embedding-type yarn --rotary-scaling-factor 0.5", 1, "must be a number >= 1"),
     ("--position-embedding-type learned_absolute", 1, "must be one of rope, yarn"),
     ("--normalization LayerNorm", 1, "only RMSNorm"),

@@ -161,6 +161,9 @@ def test_a_run_that_has_nothing_to_do_says_so(capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [
         "nothing to do: iteration 4 of 4 is already done"
     ]
+    with make(total=2, start_iteration=4) as log:  # --train-iters below the checkpoint's iteration
+        log.finished(4)
+    assert "iteration 4 of 2 is already done" in capsys.readouterr().out
 
 
 def test_validation_has_bits_per_byte_where_a_token_is_text(tmp_path, capsys):

@@ -17,6 +17,7 @@ from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.model_profile import rank_model
 from training.run.pipeline_stages import rank_stages
+from training.run.trial import trials
 from training.run.warm_up import run_chunks
 from training.settings.config import UsageError
 
@@ -101,6 +102,11 @@ def contexts(words: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]
     rank_model(config, seen, rank_stages(config, pretrain_llama.model_provider, 0), 0)
     for name, ctx in zip(("warm-up", "estimate"), seen.contexts, strict=True):
         found[name] = values(ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        import training.run.trial as module
+
+        patch.setattr(module, "_norm", lambda config, ctx: found.update(trial=values(ctx)))
+        next(trials(config, CPU)).call()
     return values(run.model.ctx), found
 
 
@@ -115,7 +121,7 @@ def test_all_contexts_of_a_run_are_its_own() -> None:
         run, found = contexts(words)
         even = {"experts": run["experts"]._replace(force_balance=True)}
         meta = {"norm_backend": "weft", "attention_backend": "auto"}
-        wanted = {"warm-up": run | even, "estimate": run | meta}
+        wanted = {"warm-up": run | even, "estimate": run | meta, "trial": run}
         for name, ctx in found.items():
             assert ctx == wanted[name], (name, " ".join(words))
         plain = values(LayerContext())

@@ -72,13 +72,15 @@ class JoinedTensor:
     """A tensor put together. replicas: what each tp rank has, where each should have all of it.
 
     values: of rank 0, or of all ranks' parts. distances: by how much of the norm replicas differ.
-    cut: how the parts were joined over tp, in words; ranks: how many.
+    cut: how the parts were joined over tp, in words; ranks: how many. missing: which part of it no
+    rank has, in words.
     """
 
     values: Tensor
     replicas: list[Tensor] = field(default_factory=list)
     cut: str = ""
     dim: int = -1
+    missing: str = ""
 
     @property
     def distances(self) -> float:
@@ -247,12 +249,10 @@ class Side:
         """Put a parameter's weight, state, or summed gradient together, by canonical name."""
         return _placed(_locals(self.parts.get(key, [])))
 
-    def contributions(self, key: Key) -> dict[tuple[int, ...], dict[str, JoinedTensor]]:
-        """Return each rank's own gradient by its canonical tensors, [(rank,)]."""
-        return {
-            (part.rank,): _placed({(part.rank,): (part, part.values())})
-            for part in self.parts.get(key, [])
-        }
+    def whole(self, kind: str, when: str = "") -> dict[str, Tensor]:
+        """Return all weights, states or gradients of a kind, by canonical name."""
+        keys = [k for k in self.parts if (k.group, k.kind, k.phase) == ("parameter", kind, when)]
+        return {name: x.values for key in keys for name, x in self.parameter(key).items()}
 
     def own_total(self, key: Key) -> dict[str, JoinedTensor]:
         """Add the ranks' own gradients, in fp64, as the placement says that they are to be."""
@@ -341,19 +341,34 @@ def _locals(parts: Iterable[Part]) -> dict[tuple[Any, ...], tuple[Part, Tensor]]
 def _placed(parts: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, JoinedTensor]:
     """Place local parameters in the canonical tensors; keep replicas of the same rectangle."""
     full: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    dims: dict[str, int] = {}
     copies: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for part, values in parts.values():
         for name, shape, dim, start, size, local in part.entry["pieces"]:
             x = values.view(part.entry["local"]).narrow(dim, local, size)
             if name not in full:
                 full[name] = x.new_zeros(shape)
+                held[name], dims[name] = torch.zeros(shape[dim], dtype=torch.bool), dim
+            held[name][start : start + size] = True
             copies[name, dim, start, size].append(x)
             full[name].narrow(dim, start, size).copy_(copies[name, dim, start, size][0])
     most = {
         name: max((c for k, c in copies.items() if k[0] == name), key=len, default=[])
         for name in full
     }
-    return {name: JoinedTensor(values, most[name]) for name, values in full.items()}
+    return {
+        name: JoinedTensor(values, most[name], missing=_missing(held[name], dims[name]))
+        for name, values in full.items()
+    }
+
+
+def _missing(held: Tensor, dim: int) -> str:
+    """Say from where on along a dimension no rank holds a tensor, or return ""."""
+    if held.all():
+        return ""
+    first = int((~held).nonzero()[0])
+    return f"no rank holds its rows from {first} on, along dimension {dim}"
 
 
 def _key(entry: Mapping[str, Any]) -> Key:
