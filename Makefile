@@ -136,7 +136,7 @@ bench-commit: setup ## compare the speed with another commit's in interleaved pa
 	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
 gpu-check: ## check and measure the GPU path with PYTHON and its own torch, in calls of 9 minutes; results in OUT, $$OUT or runs/gpu-check (PART="steps experts" ROWS="step-6 run-bf16" ARGS="--tiny --device cpu")
-	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call given,ROWS) $(call flag,OUT,--out) $(call given,ARGS)
+	@$(PYTHON) tests/gpu/check.py $(call given,PART) $(call given,ROWS) $(call flag,OUT,--out) $(call given,ARGS)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tests/slurm/check.py

@@ -22,10 +22,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_step import BATCH, model_flags  # noqa: E402
-from tools.bisect.compare import Allowed  # noqa: E402
 from tools.bisect.ranks import ROOT, Program, run  # noqa: E402
-from tools.bisect.side import Side  # noqa: E402
-from tools.bisect.verdict import verdict_of  # noqa: E402
+from tools.compare.first_difference import Allowed  # noqa: E402
+from tools.compare.join import Side  # noqa: E402
+from tools.compare.verdict import verdict_of  # noqa: E402
 
 LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -41,7 +41,7 @@ def main() -> None:
     argv = (*model_flags(args.size), "--train-iters", "2", *rows, *args.flags.split())
     with tempfile.TemporaryDirectory(prefix="replay-") as work:
         program = Program(ROOT, ROOT / "pretrain_llama.py", argv, args.ranks)
-        ran = run(program, Path(work), record=1)
+        seconds = run(program, Path(work), record=1)
         record = Path(work, "record")
         disk = sum(path.stat().st_size for path in record.iterdir())
         said = json.loads((record / "step.json").read_text())
@@ -50,8 +50,8 @@ def main() -> None:
         compared = time.monotonic() - began
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
-        f"{args.size}, {args.ranks} ranks, {args.flags or 'dp alone'}: {ran.seconds:.1f} s, "
-        f"{said['seconds']:.1f} s of it the step; {ran.peak / 1e9:.2f} GB a rank, "
+        f"{args.size}, {args.ranks} ranks, {args.flags or 'dp alone'}: {seconds:.1f} s, "
+        f"{said['seconds']:.1f} s of it the step; {said['peak'] / 1e9:.2f} GB on rank 0, "
         f"{disk / 1e9:.2f} GB of disk; {verdict.compared:,} tensors compared in {compared:.1f} s "
         f"with {own / 1e9:.2f} GB"
     )

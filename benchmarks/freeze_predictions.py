@@ -99,7 +99,6 @@ def record_peer() -> dict[str, dict[str, Any]]:
 
     guard.load()
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     guard.check(torch)
     from benchmarks.peers import native
@@ -107,6 +106,8 @@ def record_peer() -> dict[str, dict[str, Any]]:
     from forecast.rehearsal import report
     from forecast.rehearsal.clock import time_record
     from forecast.rehearsal.device import Reads, install
+    from forecast.rehearsal.fakes import fake_tensor_mode
+    from forecast.rehearsal.patches import Patches
     from forecast.rehearsal.record import Recorder
     from forecast.rehearsal.watch import Watch
 
@@ -117,8 +118,9 @@ def record_peer() -> dict[str, dict[str, Any]]:
     })  # fmt: skip
     for module in (torch.nn.Linear, torch.nn.Embedding, torch.nn.RMSNorm):
         module.reset_parameters = lambda self: None  # type: ignore[method-assign]
-    with FakeTensorMode(allow_non_fake_inputs=True), Watch(recorder, fake=True):
-        with Reads(recorder), torch.device("cuda"):
+    with fake_tensor_mode(), Watch(recorder, fake=True), Patches() as patches:
+        Reads(recorder).install(patches)
+        with torch.device("cuda"):
             model = native.Transformer(a)
             params = list(model.parameters())
             optimizer = torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), fused=True)

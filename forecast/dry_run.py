@@ -19,7 +19,6 @@ from forecast.recording import (
     ACTIVATIONS,
     GATHERED,
     HOST,
-    KINDS,
     LOGITS,
     MESSAGES,
     OTHER_STATE,
@@ -142,7 +141,7 @@ def memory_of_ranks(config: Config, script: ModuleType) -> list[dict[str, int]]:
 
 def memory(config: Config, recording: Recording) -> dict[str, int]:
     """Return the bytes of each kind on the device of a rank at its fullest moment."""
-    return fullest(step_memory(config, recording)).kinds
+    return _with_workspaces(config, recording.fullest()).kinds
 
 
 def fullest(step: Sequence[Moment]) -> Moment:
@@ -152,11 +151,11 @@ def fullest(step: Sequence[Moment]) -> Moment:
 
 def step_memory(config: Config, recording: Recording) -> list[Moment]:
     """Return the fullest moment of each action of a step, with workspaces, in order."""
-    more = {WORKSPACES: matmul_workspaces(config)}
-    return [
-        moment._replace(kinds={kind: moment.kinds.get(kind, 0) for kind in KINDS} | more)
-        for moment in recording.moments()
-    ]
+    return [_with_workspaces(config, moment) for moment in recording.moments()]
+
+
+def _with_workspaces(config: Config, moment: Moment) -> Moment:
+    return moment._replace(kinds=moment.kinds | {WORKSPACES: matmul_workspaces(config)})
 
 
 def matmul_workspaces(config: Config) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from forecast.moments import Place
 from mpu.pipeline.schedules import V_SHAPED, Action, Schedule, stage_of
 from mpu.pipeline.stage_layout import Stage
-from mpu.pipeline.steps import plan
+from mpu.pipeline.steps import Step, plan
 from training.run.model_profile import ModelProvider, model_profile
 from training.run.pipeline_stages import rank_stages
 from training.settings.config import Config
@@ -106,19 +106,19 @@ def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
     )  # fmt: skip
 
 
-def turns(schedule: Schedule, rank: int) -> list[tuple[Action, Turn]]:
+def turns(steps: Sequence[Step], split: bool) -> list[tuple[Action, Turn]]:
     """Return a rank's actions in order, as a recording has them: an F that overlaps a B is part of
-    it, and so is a W that follows its B where the schedule does not separate them.
+    it, and so is a W that follows its B where the schedule does not separate them (`split`).
     """
     names: list[tuple[Action, tuple[str | int, ...]]] = []
     receives, beside = list[int](), -1
-    for step in plan(schedule)[rank]:
+    for step in steps:
         action = step.action
         if receives:
             receives[-1] += len(step.receives)
         if step.overlapped:
             beside = action.chunk
-        elif action.kind != "W" or schedule.split:
+        elif action.kind != "W" or split:
             names.append((action, (action.kind, action.chunk, beside)))
             receives.append(0)
             beside = -1
@@ -132,21 +132,28 @@ def turns(schedule: Schedule, rank: int) -> list[tuple[Action, Turn]]:
     ]  # fmt: skip
 
 
-def followed(schedule: Schedule, rank: int, recorded: Schedule, place: int) -> list[Place]:
-    """Return a rank's actions in order, each with the recorded one that is like it.
+def followed(schedule: Schedule, recorded: Schedule, places: Sequence[int]) -> list[list[Place]]:
+    """Return each rank's actions in order, each with the recorded one that is like it.
 
-    place: of the rank that was recorded, in its schedule.
+    places: for each rank, of the rank that was recorded for it, in its schedule.
     """
-    by_name: dict[tuple[str | int, ...], list[tuple[Turn, int]]] = defaultdict(list)
-    for n, (_, turn) in enumerate(turns(recorded, place)):
-        by_name[turn.name].append((turn, n))
-    known: dict[Turn, tuple[Turn, int]] = {}
+    whole, few = plan(schedule), plan(recorded)
+    by_name: dict[int, dict[tuple[str | int, ...], list[tuple[Turn, int]]]] = {}
+    for place in {*places}:
+        names = by_name[place] = defaultdict(list)
+        for n, (_, turn) in enumerate(turns(few[place], recorded.split)):
+            names[turn.name].append((turn, n))
+    known: dict[tuple[int, Turn], tuple[Turn, int]] = {}
     found = []
-    for action, turn in turns(schedule, rank):
-        if turn not in known:
-            known[turn] = max(by_name[turn.name], key=lambda other: _likeness(turn, other[0]))
-        like, n = known[turn]
-        found.append(Place(action, n, turn.receives - like.receives))
+    for steps, place in zip(whole, places, strict=True):
+        order = []
+        for action, turn in turns(steps, schedule.split):
+            if (place, turn) not in known:
+                others = by_name[place][turn.name]
+                known[place, turn] = max(others, key=lambda other: _likeness(turn, other[0]))
+            like, n = known[place, turn]
+            order.append(Place(action, n, turn.receives - like.receives))
+        found.append(order)
     return found
 
 

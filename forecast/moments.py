@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a rank over a step, action by action, and of ranks that one recording stands for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from mpu.pipeline.schedules import Action
+
+Bytes = npt.NDArray[np.int64]
 
 
 class Moment(NamedTuple):
@@ -30,76 +35,84 @@ class Place(NamedTuple):
     receives: int
 
 
-class _Sum:
-    """Moments that follow each other, each given by what it changes."""
+class Moments(NamedTuple):
+    """The fullest moment of each action of a step, in order; the first is before any action.
 
-    def __init__(self, begin: Mapping[str, int]) -> None:
-        self.now, self.found = dict(begin), [Moment("", dict(begin), dict(begin))]
+    most, after: bytes [action, kind], at that moment and as the action ends.
+    """
 
-    def add(self, action: Action | str, kinds: Mapping[str, int], after: Mapping[str, int]) -> None:
-        """Add an action. kinds: how many bytes more its fullest moment has than its begin; after:
-        how many more its end has.
-        """
-        most, self.now = (
-            {kind: self.now.get(kind, 0) + change.get(kind, 0) for kind in {*self.now, *change}}
-            for change in (kinds, after)
+    actions: list[Action | str]
+    kinds: tuple[str, ...]
+    most: Bytes
+    after: Bytes
+
+    @classmethod
+    def of(cls, found: Sequence[Moment], kinds: tuple[str, ...]) -> "Moments":
+        """Return moments as arrays, with a column for each of these kinds."""
+        assert {*kinds} >= {kind for each in found for kind in (*each.kinds, *each.after)}
+        most, after = (
+            np.array([[part.get(kind, 0) for kind in kinds] for part in parts], np.int64)
+            for parts in ([each.kinds for each in found], [each.after for each in found])
         )
-        self.found.append(Moment(action, most, dict(self.now)))
+        return cls([each.action for each in found], kinds, most, after)
+
+    def moment(self, n: int) -> Moment:
+        """Return the moment of an action."""
+        most, after = (dict(zip(self.kinds, of[n].tolist(), strict=True))
+                       for of in (self.most, self.after))  # fmt: skip
+        return Moment(self.actions[n], most, after)
+
+    def changes(self) -> tuple[Bytes, Bytes]:
+        """Return how many bytes more than its begin each action's fullest moment has, and its end;
+        of the first, before which there is nothing, 0.
+        """
+        before = np.concatenate([self.after[:1], self.after[:-1]])
+        most = self.most - before
+        most[0] = 0
+        return most, self.after - before
 
 
-def _changes(moments: Sequence[Moment], n: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how many bytes more than its begin an action's fullest moment has, and its end."""
-    before, (_, kinds, after) = moments[n - 1].after, moments[n]
-    most, end = (
-        {kind: part.get(kind, 0) - before.get(kind, 0) for kind in {*before, *part}}
-        for part in (kinds, after)
-    )
-    return most, end
+def _sum(
+    begin: Bytes, actions: list[Action | str], kinds: tuple[str, ...], most: Bytes, end: Bytes
+) -> Moments:
+    """Return moments that follow each other, each given by its changes."""
+    after = np.concatenate([begin[None], begin + np.cumsum(end, 0)])
+    most = np.concatenate([begin[None], after[:-1] + most])
+    return Moments(["", *actions], kinds, most, after)
 
 
-def reordered(
-    moments: Sequence[Moment], order: Sequence[Place], messages: str, message: int
-) -> list[Moment]:
+def reordered(moments: Moments, order: Sequence[Place], messages: str, message: int) -> Moments:
     """Return moments of a step whose actions come in another order, some of them several times.
 
-    moments: the first before any action. messages: the kind of memory of messages; message: bytes
-    of one. What an action makes and frees is the same wherever it stands, but for the receives that
-    it posts for later ones.
+    messages: the kind of memory of messages; message: bytes of one. What an action makes and frees
+    is the same wherever it stands, but for the receives that it posts for later ones.
     """
-    places = [n for n, moment in enumerate(moments) if isinstance(moment.action, Action)]
-    found = _Sum(moments[0].after)
-    for n in range(1, places[0]):
-        found.add(moments[n].action, *_changes(moments, n))
-    for action, n, receives in order:
-        most, end = _changes(moments, places[n])
-        end[messages] = end.get(messages, 0) + receives * message
-        found.add(action, most, end)
-    for n in range(places[-1] + 1, len(moments)):
-        found.add(moments[n].action, *_changes(moments, n))
-    return found.found
+    places = [n for n, action in enumerate(moments.actions) if isinstance(action, Action)]
+    early, late = range(1, places[0]), range(places[-1] + 1, len(moments.actions))
+    index = [*early, *(places[each.like] for each in order), *late]
+    actions = [moments.actions[n] for n in index]
+    actions[len(early) : len(early) + len(order)] = [each.action for each in order]
+    most, end = (of[index] for of in moments.changes())
+    if messages in moments.kinds:
+        receives = np.array([each.receives for each in order]) * message
+        end[len(early) : len(early) + len(order), moments.kinds.index(messages)] += receives
+    return _sum(moments.after[0], actions, moments.kinds, most, end)
 
 
 def of_layers(
-    low: Sequence[Moment], high: Sequence[Moment], chunks: Sequence[int], few: tuple[int, int]
-) -> list[Moment]:
+    low: Moments, high: Moments, chunks: Sequence[int], few: tuple[int, int]
+) -> Moments:
     """Return the moments of a rank whose chunks have so many layers, from those of the same rank
     with few[0] and with few[1] layers in each: what an action makes is linear in the layers of its
     chunk, and what a step does besides in those of all.
     """
-
-    def between(one: Mapping[str, int], other: Mapping[str, int], layers: float) -> dict[str, int]:
-        share = (layers - few[0]) / (few[1] - few[0])
-        return {kind: round(one.get(kind, 0) * (1 - share) + other.get(kind, 0) * share)
-                for kind in {*one, *other}}  # fmt: skip
-
     mean = sum(chunks) / len(chunks)
-    found = _Sum(between(low[0].after, high[0].after, mean))
-    for n in range(1, len(low)):
-        action = low[n].action
-        layers = chunks[action.chunk] if isinstance(action, Action) else mean
-        most, end = (
-            between(one, other, layers)
-            for one, other in zip(_changes(low, n), _changes(high, n), strict=True)
-        )
-        found.add(action, most, end)
-    return found.found
+    layers = [chunks[a.chunk] if isinstance(a, Action) else mean for a in low.actions]
+    share = ((np.array(layers) - few[0]) / (few[1] - few[0]))[:, None]
+
+    def between(one: Bytes, other: Bytes) -> Bytes:
+        return np.rint(one * (1 - share) + other * share).astype(np.int64)
+
+    most, end = (between(*each) for each in zip(low.changes(), high.changes(), strict=True))
+    begin = between(low.after, high.after)[0]
+    return _sum(begin, low.actions[1:], low.kinds, most[1:], end[1:])

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from forecast.like_ranks import followed, like_ranks
-from forecast.moments import Moment, Place, of_layers, reordered
+from forecast.moments import Moment, Moments, Place, of_layers, reordered
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
 from mpu.grid import Grid
@@ -293,23 +293,43 @@ class Recording:
     order: list[Place] | None = None
     more: "MoreLayers | None" = None  # where it stands for a rank of more layers
     # the moments of the recorded actions, once computed
-    walked: dict[str, list[Moment]] = field(default_factory=dict, repr=False)
+    walked: dict[str, Moments] = field(default_factory=dict, repr=False)
 
-    def moments(self, only: str = "", begin: bool = False) -> list[Moment]:
+    def moments(self, only: str = "") -> list[Moment]:
         """Return the fullest moment of each action, in order; of `only` that kind, if one is given,
-        else of all that are on the device. begin: the one before the first action too.
+        else of all that are on the device.
         """
+        found = self.arrays(only)
+        return [found.moment(n) for n in range(self._first(found), len(found.actions))]
+
+    def fullest(self) -> Moment:
+        """Return the fullest moment of the step."""
+        found = self.arrays()
+        first = self._first(found)
+        return found.moment(first + int(found.most[first:].sum(1).argmax()))
+
+    def most(self, kind: str) -> int:
+        """Return the most bytes of one kind at a moment of the step."""
+        found = self.arrays(kind)
+        return int(found.most[self._first(found) :].max())
+
+    @staticmethod
+    def _first(found: Moments) -> int:
+        """Return the first action, or what is before it where there is none."""
+        return min(1, len(found.actions) - 1)
+
+    def arrays(self, only: str = "") -> Moments:
+        """Return the moments as `moments` does, the one before the first action too."""
         if only not in self.walked:
-            self.walked[only] = self._walk(only)
+            self.walked[only] = Moments.of(self._walk(only), (only,) if only else KINDS)
         found = self.walked[only]
         if self.order is not None:
             sent = (t.bytes for t in self.recorder.transfers if t.purpose == "message")
-            message = next(sent, 0) if only in ("", MESSAGES) else 0
-            found = reordered(found, self.order, MESSAGES, message)
+            found = reordered(found, self.order, MESSAGES, next(sent, 0))
         if self.more is not None:
             longer = self.more.longer
-            found = of_layers(found, longer.moments(only, True), self.more.chunks, self.more.few)
-        return found[0 if begin or len(found) < 2 else 1 :]
+            found = of_layers(found, longer.arrays(only), self.more.chunks, self.more.few)
+        return found
 
     def _walk(self, only: str) -> list[Moment]:
         """Return the moments of the recorded actions, and the one before them."""
@@ -347,10 +367,6 @@ class Recording:
         """Return the bytes that a step copies to host memory, and back."""
         copies = [(self.times(action), *nbytes) for action, *nbytes in self.recorder.copies]
         return sum(n * down for n, down, _ in copies), sum(n * up for n, _, up in copies)
-
-    def most(self, kind: str) -> int:
-        """Return the most bytes of one kind at a moment of the step."""
-        return max(moment.total for moment in self.moments(kind))
 
 
 class MoreLayers(NamedTuple):
@@ -494,8 +510,8 @@ def _recordings(config: Config, script: ModuleType, layers: int = 0) -> list[Rec
     few, count = few_micro_batches(like.config), micro_batches(config, 0)
     whole, recorded = schedule_of(config, few_micro_batches(config)), schedule_of(like.config, few)
     return [
-        replace(found[place], micro_batches=count, order=followed(whole, rank, recorded, place))
-        for rank, place in enumerate(like.places)
+        replace(found[place], micro_batches=count, order=order)
+        for place, order in zip(like.places, followed(whole, recorded, like.places), strict=True)
     ]
 
 
@@ -567,7 +583,7 @@ def _record_steps(
     begin()
     if warms_up:
         run_chunks(run, script.model_provider, script.run_schedule, overlap_of(config))
-        recording.warm_up = max(moment.total for moment in recording.moments())
+        recording.warm_up = recording.fullest().total
         gc.collect()
     learns = run.sink.zero_stage >= 3 or isinstance(run.optimizer.home, StateOffload)
     for step in range(1 + learns):

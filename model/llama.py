@@ -91,6 +91,11 @@ class LlamaConfig:
         """Return d, the size of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
+    @property
+    def rotary_size(self) -> int:
+        """Return r, the elements of a head that RoPE rotates: all, or in a fork the first r."""
+        return self.head_size
+
 
 def _size(
     v: int, h: int, f: int, layers: int, a: int, g: int,
@@ -125,14 +130,19 @@ class Attention(nn.Module):
 
     qkv_bias, proj_bias = False, False  # a fork sets them
     window = 0  # tokens that a query looks at, itself included; 0: all before it
-    rotary = 0  # elements of a head that RoPE rotates; 0: all
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
         h, d = config.hidden_size, config.head_size
         a, g = config.num_attention_heads, config.num_query_groups
         self.heads, self.groups = local_heads(a, g, d, ctx)
-        self.head_size, self.ctx, self.scaled = d, ctx, bool(config.softmax_scale)
+        self.head_size, self.ctx = d, ctx
+        r = config.rotary_size
+        self.rotary = 0 if r == d else r  # elements of a head that RoPE rotates; 0: all
+        if r != d and (r % 2 or not 0 < r < d):
+            raise ValueError(f"rotary_size is {r}: it must be even, from 2 to {d}, a head's size")
+        if self.rotary and config.softmax_scale:
+            raise ValueError("softmax_scale: RoPE must rotate whole heads, as it scales them")
         self.core = recompute.selective(core_attention_of(ctx))
         self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx, bias=self.qkv_bias)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)
@@ -144,8 +154,6 @@ class Attention(nn.Module):
         qkv, more = self.project(x), {"window": self.window}
         if self.rotary:  # a fork's own core need not know of it
             more["rotary"] = self.rotary
-            if self.scaled:
-                raise ValueError("softmax_scale: RoPE must rotate whole heads, as it scales them")
         y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, **more)
         return self.proj(y)
 
@@ -248,12 +256,12 @@ class Llama(nn.Module):
         return self.config
 
     def frequencies(self) -> Tensor:
-        """Return the angular frequencies, in fp64: d/2, or fewer to rotate a head's first part."""
+        """Return the r/2 angular frequencies, in fp64."""
         c = self.config
         if c.yarn is not None:
-            return c.yarn.frequencies(c.head_size, c.rotary_base)
+            return c.yarn.frequencies(c.rotary_size, c.rotary_base)
         scaling = (c.rope_scaling_factor, c.rope_original_length)
-        return rope_frequencies(c.head_size, c.rotary_base, *scaling)
+        return rope_frequencies(c.rotary_size, c.rotary_base, *scaling)
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a model through a training step: which module runs, in which phase, on which tensors.
 
-tools/explain.py, the rehearsal, tools/bisect (and so fork-check) and the search for the first value
-that is not finite read it. The trainer and the layers do not know of it.
+tools/explain.py, the rehearsal and the recorder of a step (training/run/watch/recorder.py) read it.
+The trainer and the layers do not know of it.
 
     forward             hooks before and after each module's forward keep a stack of names
     backward            the hook after a forward writes the module's name on the autograd nodes of
@@ -208,7 +208,9 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("mpu", "model", "training", "pretrain_llama.py")
-NOT_OURS = (__file__, torch_private.__file__)
+NOT_OURS = (
+    __file__, torch_private.__file__, str(ROOT / "training" / "run" / "watch" / "recorder.py"),
+)  # fmt: skip
 # what carries or multiplies is not who asks
 CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
 # what they do, they do for a layer
@@ -219,8 +221,8 @@ SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
 def path_of(file: str, fork: str = "") -> str:
     """Return a file's path in the repository, or "" for one that is not the trainer's.
 
-    This file, which only watches, is not, nor is that of torch's names. fork: the model's file
-    where it is not Weft's own; its path is returned as it is.
+    This file and the recorder, which only watch, are not, nor is that of torch's names. fork: the
+    model's file where it is not Weft's own; its path is returned as it is.
     """
     if file in NOT_OURS:
         return ""

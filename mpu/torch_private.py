@@ -59,6 +59,7 @@ TRACKER = (
 )
 REHEARSAL = "--rehearse is refused"
 MISSED = "a rehearsal does not recognise it"
+SLOWER = "a rehearsal, and a plan, takes twice the time"
 
 NAMES = (
     Name(
@@ -105,6 +106,10 @@ NAMES = (
     Name("torch.ops.aten.add.Tensor._schema", "the same"),
     Name("torch._subclasses.fake_tensor.FakeTensor", REHEARSAL),
     Name("torch._subclasses.fake_tensor.FakeTensorMode", REHEARSAL),
+    Name("torch._subclasses.fake_tensor.in_kernel_invocation_manager", SLOWER),
+    Name("torch._subclasses.fake_impls.op_implementations_dict", SLOWER),
+    Name("torch._subclasses.fake_impls.op_implementations_checks", SLOWER),
+    Name("torch._C._dispatch_has_computed_kernel_for_dispatch_key", SLOWER),
     Name("torch.ops.aten._local_scalar_dense", MISSED),
     Name("torch.ops.aten._pin_memory", MISSED),
     Name("torch.ops.aten._to_copy", MISSED),
@@ -152,7 +157,7 @@ def lacking() -> list[str]:
         if name.nccl and not dist.is_nccl_available():
             continue
         found = find(name.path)
-        more = not_taken(found, name.takes)
+        more = not_taken(found, name.takes) if name.takes else ()
         if found is None or more:
             what = f"{name.path} does not take {', '.join(more)}" if more else f"no {name.path}"
             lines.append(f"{what}: {name.without}")
@@ -444,6 +449,41 @@ def require_rehearsal() -> None:
 def fake_tensors() -> Any:
     """Return the module of torch's fake tensors, with FakeTensor and FakeTensorMode."""
     return find(FAKE)
+
+
+def in_meta_kernel(mode: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which fake tensors of a mode are meta tensors."""
+    return find(f"{FAKE}.in_kernel_invocation_manager")(mode)
+
+
+# operations that FakeTensorMode computes in its own way for sizes that are symbols, or to choose a
+# device: with numbers and on one device a meta kernel does the same
+AS_META = (
+    aten.view.default, aten.select.int, aten.slice.Tensor, aten.copy_.default,
+    aten.new_empty.default, aten.new_zeros.default, aten.empty_like.default,
+    aten.zeros_like.default,
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def meta_kernel_says(func: Any) -> bool:
+    """Return whether a meta kernel alone says what an operation on fake tensors returns: neither
+    values nor chance do, nor rules of torch's fake tensors.
+    """
+    known = find("torch._subclasses.fake_impls.op_implementations_dict")
+    checks = find("torch._subclasses.fake_impls.op_implementations_checks")
+    has_kernel = find("torch._C._dispatch_has_computed_kernel_for_dispatch_key")
+    if None in (known, checks, has_kernel, find(f"{FAKE}.in_kernel_invocation_manager")):
+        return False
+    tag = torch.Tag
+    values = {tag.dynamic_output_shape, tag.data_dependent_output, tag.nondeterministic_seeded}
+    if func.namespace != "aten" or {*values, tag.inplace_view} & {*func.tags}:
+        return False
+    if func.overloadpacket in (aten.lift_fresh, aten.lift_fresh_copy):
+        return False
+    if func not in AS_META and (func in known or any(check(func) for check, _ in checks)):
+        return False
+    return bool(has_kernel(func.name(), "Meta"))
 
 
 COMPILER = "torch._dynamo"

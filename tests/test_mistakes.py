@@ -165,7 +165,7 @@ MISTAKES = [
     mistake("value left out", {"--num-layers": ""}, "--num-layers: expected"),
     mistake("misspelt flag", {"--num-layer": "2"}, "--num-layer is not a flag.*--num-layers"),
     mistake("refused flag", {"--fp16": ""}, "--fp16 is refused: "),
-    mistake("stray word", {"--bf16": "maybe"}, "maybe: a value that belongs to no flag"),
+    mistake("stray word", {"--bf16": "maybe"}, "--bf16: a switch takes no value, not 'maybe'"),
     mistake("two lengths", {"--train-samples": "9"}, "--train-iters and --train-samples exclude"),
     mistake("warm-up too long", {"--lr-warmup-iters": "5"}, "--lr-warmup-iters 5 must be less"),
     mistake(

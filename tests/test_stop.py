@@ -5,6 +5,7 @@ import contextlib
 from itertools import product
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import pretrain_llama
@@ -177,8 +178,9 @@ def by_train(case, monkeypatch):
     return [*done, "return"]
 
 
-def test_a_step_is_followed_by_what_the_rules_say(monkeypatch):
-    for case in CASES:
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.prove)])
+def test_a_step_is_followed_by_what_the_rules_say(monkeypatch, every):
+    for case in CASES[::every]:
         assert by_train(case, monkeypatch) == by_hand(case), case
 
 

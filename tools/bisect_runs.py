@@ -9,7 +9,7 @@
 A and B: a folder of a finished run, or a command line in quotes, which is run first. The first step
 that differs is found from --log-digests, or from losses and norms. Both sides then make that step
 again, from the nearest checkpoint before it or from the start, on CPUs of this machine, and record
-every tensor. Printed: one sentence. Written to --out: report.json and report.md. Exit code: 0 where
+every tensor. Printed: one sentence. Written to --out: report.json. Exit code: 0 where
 nothing differs, 1 where something does, 2 for a mistake in the command line.
 """
 
@@ -36,16 +36,17 @@ import torch
 
 from mpu.torch_private import running_node
 from tools.bisect.checkouts import NoCheckout, checkout
-from tools.bisect.compare import OF_THE_LAYOUT, Allowed, allowed
 from tools.bisect.lines import Step, first_step, same_machine
-from tools.bisect.ranks import ROOT, Ran, RunError, run
+from tools.bisect.ranks import ROOT, RunError, run
 from tools.bisect.recorded import RANKS
-from tools.bisect.report import page
-from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
-from tools.bisect.verdict import Verdict, verdict_of
+from tools.compare.first_difference import OF_THE_LAYOUT, Allowed, allowed
+from tools.compare.join import Side
+from tools.compare.verdict import Verdict, verdict_of
 from training.files.untrusted import first_of, printable, private, sentence
 from training.run.waiting import Progress, duration, waiting
+
+REPORT = "report.json"
 
 
 @dataclass
@@ -61,7 +62,6 @@ class Outcome:
     start: str = ""
     settings: dict[str, list[Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    replays: list[Ran] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress, repr=False)
 
     def json(self) -> dict[str, Any]:
@@ -71,7 +71,6 @@ class Outcome:
             "step": None if self.step is None else vars(self.step),
             "verdict": None if self.verdict is None else self.verdict.json(),
             "start": self.start, "settings": self.settings, "notes": self.notes,
-            "replays": [{"seconds": r.seconds, "peak_bytes": r.peak} for r in self.replays],
         }  # fmt: skip
 
 
@@ -132,11 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"note: {printable(note)}")
         print(printable(found.sentence))
         if options.out:
-            report = page(found.json(), a.text, b.text)
-            texts = {"report.json": json.dumps(found.json(), indent=1) + "\n"}
-            for name, text in {**texts, "report.md": printable(report, lines=True)}.items():
-                with open(work / name, "w", encoding="utf-8", opener=private) as file:
-                    file.write(text)
+            text = json.dumps({**found.json(), "a": a.text, "b": b.text}, indent=1)
+            with open(work / REPORT, "w", encoding="utf-8", opener=private) as file:
+                file.write(text + "\n")
     return int(not found.same)
 
 
@@ -145,9 +142,8 @@ def _is_ours(out: Path) -> bool:
 
     As in training/files/owned.py, which the processes of two checkouts cannot share.
     """
-    heads = {"report.json": b'{\n "sentence"', "report.md": b"# Where two runs differ first"}
     folders = [f"{what}-{side}" for what in ("run", "replay") for side in "AB"]
-    replayed = re.compile(r"record|(out|err)\.\d+|rank-\d+\.(bin|json)|step\.json")
+    replayed = re.compile(r"record|(out|err|stack)\.\d+|rank-\d+\.(bin|json)|step\.json")
     if out.is_symlink() or not out.is_dir():
         return False
     for path in out.iterdir():
@@ -155,9 +151,9 @@ def _is_ours(out: Path) -> bool:
             names = [] if path.name.startswith("run") else [p.name for p in path.rglob("*")]
             if not all(map(replayed.fullmatch, names)):
                 return False
-        elif not (path.name in heads and path.is_file()):
+        elif path.name != REPORT or not path.is_file():
             return False
-        elif not path.read_bytes().startswith(heads[path.name]):
+        elif not path.read_bytes().startswith(b'{\n "sentence"'):
             return False
     return True
 
@@ -356,7 +352,7 @@ def made_again(
             f"making step {number} of {side.letter} again, for {duration(limit)} at most"
         )
         try:
-            found.replays.append(run(program, folder, record=number, limit=limit))
+            run(program, folder, record=number, limit=limit)
         except RunError as error:
             raise RunError(f"{side.letter} cannot replay it: {error}") from None
         records.append(folder / "record")

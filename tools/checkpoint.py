@@ -41,7 +41,7 @@ from tools.checkpoints.copy import consolidate, open_newest, warn
 from tools.checkpoints.diff import diff
 from tools.checkpoints.mcore import import_mcore
 from tools.checkpoints.mcore_export import export_mcore
-from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
+from tools.checkpoints.show import bytes_of, list_steps, show, verify
 from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, integer
 from training.checkpoint import Checkpoint, why_none
@@ -51,6 +51,7 @@ from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
 from training.files.untrusted import owner_only, printable, sentence
+from training.run.text import in_units
 from training.run.waiting import waiting
 
 Words = dict[str, Any]  # keywords of add_argument
@@ -183,7 +184,7 @@ def do_consolidate(args: argparse.Namespace) -> int:
     with waiting("consolidating") as progress:
         size = int(args.max_file_size * 1e9)
         read, made = consolidate(args.place, args.save, size, progress)
-    say(f"{read} -> {made}: {size_of(bytes_of(Checkpoint(made)))}")
+    say(f"{read} -> {made}: {in_units(bytes_of(Checkpoint(made)))}")
     return 0
 
 

@@ -29,6 +29,7 @@ from tools.command_line import Parser, error_line
 from tools.pictures.schedule import caption, draw, heading
 from tools.pictures.timeline import Summary, rows, summary, usual_peak
 from training.files.untrusted import read_json
+from training.run.text import aligned
 
 LARGEST = 1 << 30  # bytes of one rank's record
 
@@ -138,15 +139,6 @@ def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def tabulate(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return lines as a table under their heads, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in (head, *lines)
-    )
-
-
 def per_rank(numbers: Summary) -> str:
     """Return a table of each rank's numbers."""
     head = ("rank", "busy", "idle", "held for B", "held for W", "peak")
@@ -155,7 +147,7 @@ def per_rank(numbers: Summary) -> str:
     both = zip(numbers.busy, numbers.idle, *counts, strict=True)
     for rank, (busy, idle, *activations) in enumerate(both):
         lines.append([str(rank), f"{busy:.4g}", f"{idle:.1%}", *map(str, activations)])
-    return tabulate(head, lines)
+    return "\n".join(aligned([head, *lines]))
 
 
 DRAWN = Path("runs/schedules")  # where a picture goes that nobody names
@@ -181,7 +173,8 @@ def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send:
         step, bubble, peak = numbers.step, numbers.bubble, max(numbers.peak)
         times = [f"{step:.4g}", f"{bubble:.4g}", f"{bubble / step:.1%}"]
         lines.append([schedule.name, *times, str(peak), f"{peak / usual_peak(schedule):.0%}"])
-    return tabulate(("schedule", "step", "bubble", "share", "peak", "of 1F1B's"), lines)
+    head = ["schedule", "step", "bubble", "share", "peak", "of 1F1B's"]
+    return "\n".join(aligned([head, *lines]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

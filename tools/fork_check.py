@@ -13,10 +13,7 @@ agree, 1 if something does not, 2 for a mistake in the command line.
 """
 
 import argparse
-import faulthandler
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -24,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,44 +36,41 @@ import torch
 import torch.distributed as dist
 
 from model.load import load_model_file
+from mpu.grid import Grid
 from mpu.launch import bind_loopback
-from mpu.torch_private import COMPILER, running_node
+from mpu.torch_private import running_node
 from pretrain_llama import model_provider
-from tools.bisect.compare import Allowed
-from tools.bisect.record import FRAME
-from tools.bisect.side import Side
 from tools.bisect.sides import value_of
-from tools.bisect.verdict import Verdict, verdict_of
+from tools.compare.first_difference import Allowed, compare
+from tools.compare.join import Side
+from tools.compare.launch import Ended, Tell, launch, preload, where
+from tools.compare.verdict import conclude, verdict_of
 from tools.forks.case import Case, Desk, describe_error
-from tools.forks.layouts import NEEDS, cases, sizes
+from tools.forks.fields import FEW, windows_of
+from tools.forks.layouts import LAYERS, NEEDS, cases, one_rank, sizes
 from tools.forks.rank import work
-from tools.forks.results_table import Row, head, row_of, table
-from training.run.model_profile import model_profile
+from tools.forks.results_table import Row, head, initial_finding, row_of, table
+from training.run.model_profile import meta_context, model_profile
 from training.run.waiting import time_left, waiting
+from training.run.watch.recorder import FRAME
 
-# Imported once for all ranks: optimizers import the third, a comparison the fourth, if it is there.
-PRELOADED = ["tools.forkserver_start", "tools.forks.rank", COMPILER, "transformers.modeling_utils"]
-GRACE = 3.0  # seconds for the other ranks to answer when one has failed
+LOADED = 1e-7  # how far loaded weights may be from one rank's, of their norm
+LONGER = 5  # times --timeout for the references, which are asked more and wait for nobody
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
 
-def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> None:
-    """Be one rank: do each case that comes, and answer. A case that hangs ends the process."""
+def be_rank(desk: Desk, case: Case, port: int, limit: float, rank: int, tell: Tell) -> None:
+    """Do a case on one rank, and tell the answer. port: of the store of all cases."""
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     bind_loopback()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    with open(log_of(desk, rank), "w") as log:
-        while True:
-            case: Case = pipe.recv()
-            faulthandler.dump_traceback_later(limit, exit=True, file=log)
-            try:
-                answer: Answer = explained(desk, case, rank, store, limit)
-            except (Exception, SystemExit) as error:  # a model's file may call sys.exit
-                kind = "refused" if isinstance(error, ValueError) else "raised"
-                answer = {"error": describe_error(error, desk.model), "kind": kind}
-            faulthandler.cancel_dump_traceback_later()
-            pipe.send(answer)
+    try:
+        tell(explained(desk, case, rank, store, limit))
+    except (Exception, SystemExit) as error:  # a model's file may call sys.exit
+        kind = "refused" if isinstance(error, ValueError) else "raised"
+        tell({"error": describe_error(error, desk.model), "kind": kind})
+        sys.exit(1)
 
 
 def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> Answer:
@@ -97,98 +91,39 @@ def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> An
 
 
 def again(error: BaseException) -> str:
-    """Say how a tensor that the loss overwrites is used a second time."""
+    """Say how a tensor is used a second time that is overwritten, as the loss does the logits."""
     if "modified by an inplace operation" not in str(error):
         return ""
+    if "AllGatherMatmul" not in str(error):  # no ColumnParallelLinear's output
+        return " keeps it for backward, and a later line writes over it: make a new tensor there"
     return "; the loss writes the gradient of the logits over them: use logits.clone() there"
 
 
-def log_of(desk: Desk, rank: int) -> Path:
-    """Return the file in which a rank that hangs says where."""
-    return Path(desk.folder, f"rank-{rank}")
+def limit_of(case: Case, timeout: float) -> float:
+    """Return how many seconds a case may take."""
+    return timeout * LONGER if case.oracle else timeout
 
 
-class World:
-    """The ranks, forked from one process that has imported everything; made anew after a death."""
+class Ranks:
+    """Starts the ranks of a case. limit: seconds for one; now: for the last one."""
 
-    def __init__(self, desk: Desk, size: int, limit: float) -> None:
-        self.desk, self.size, self.limit = desk, size, limit
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
+    def __init__(self, desk: Desk, limit: float) -> None:
+        preload("tools.forks.rank", "transformers.modeling_utils")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks: list[Any] = []
-        self.pipes: list[Connection] = []
-        self.ended: dict[int, int] = {}  # the exit codes of ranks that ended by themselves
-
-    def start(self) -> None:
-        """Start the ranks."""
-        for rank in range(self.size):
-            here, there = self.context.Pipe()
-            args = (rank, self.desk, self.store.port, self.limit, there)
-            process = self.context.Process(target=serve, args=args, daemon=True)
-            process.start()
-            there.close()
-            self.ranks.append(process)
-            self.pipes.append(here)
+        self.desk, self.limit, self.now = desk, limit, limit
+        self.ended: list[Ended] = []
 
     def run(self, case: Case) -> list[Answer]:
-        """Let the first ranks do a case; return their answers."""
-        if not self.ranks:
-            self.start()
-        pipes = self.pipes[: case.ranks]
-        for pipe in pipes:
-            pipe.send(case)
-        answers: dict[Connection, Answer] = {}
-        deadline = time.monotonic() + self.limit + GRACE
-        while len(answers) < len(pipes) and (left := deadline - time.monotonic()) > 0:
-            silent = [pipe for pipe in pipes if pipe not in answers]
-            ready = wait(silent, left)
-            for pipe in (pipe for pipe in silent if pipe in ready):
-                try:
-                    answers[pipe] = pipe.recv()
-                except EOFError:
-                    answers[pipe] = None
-                if "error" in (answers[pipe] or {"error": ""}):
-                    deadline = min(deadline, time.monotonic() + GRACE)
-        found = [answers.get(pipe) for pipe in pipes]
-        codes = [process.exitcode for process in self.ranks]
-        self.ended = {rank: code for rank, code in enumerate(codes) if code is not None}
-        if any("error" in (answer or {"error": ""}) for answer in found):
-            self.close()
-        return found
-
-    def close(self) -> None:
-        """End the ranks."""
-        for process in self.ranks:
-            process.kill()
-        for process in self.ranks:
-            process.join()
-            process.close()
-        for pipe in self.pipes:
-            pipe.close()
-        self.ranks, self.pipes = [], []
+        """Let the ranks do a case; return their answers."""
+        self.now = limit_of(case, self.limit)
+        work = partial(be_rank, self.desk, case, self.store.port, self.now)
+        self.ended = launch(case.ranks, work, Path(self.desk.folder), self.now)
+        return [each.answer for each in self.ended]
 
     def hung(self) -> str:
         """Say where the ranks stood that hung: in the model's file, or what waits for others."""
         model = str(Path(self.desk.model).resolve())
-        places = [f"rank {rank} ended: {code_of(code)}" for rank, code in self.ended.items()]
-        for rank in range(self.size):
-            path = log_of(self.desk, rank)
-            lines = path.read_text().splitlines() if path.is_file() else []
-            frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-            frames = [frame for frame in frames if "/mpu/comm/" not in frame] or frames
-            if frames:
-                frame = next((f for f in frames if model in f), frames[0])
-                file, _, at = frame.removeprefix('File "').partition('", ')
-                places.append(f"rank {rank} was in {Path(file).name} {at}")
-        return "; ".join(places)
-
-
-def code_of(code: int) -> str:
-    """Say how a process ended; 1 is faulthandler's, after a dump of where it hung."""
-    if code < 0:
-        return f"signal {-code} ({signal.strsignal(-code)})"
-    return "it took longer than --timeout" if code == 1 else f"exit code {code}"
+        return where(self.ended, Path(self.desk.folder), self.now, model)
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -219,14 +154,41 @@ def experts_of(model: str, own: Sequence[str]) -> int:
 
 
 def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
-    """Return the first sizes with which the model runs on one rank, or the usual ones."""
+    """Return the first sizes with which the model runs on one rank, and has all kinds of layers
+    that more layers have, unless each layer is of its own kind; else the usual ones.
+    """
     known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
-    every = [sizes(full, experts, known, needs) for needs in NEEDS]
-    for some in every:
-        with suppress(Exception):
-            model_profile(replace(desk, sizes=some).config(one), model_provider)
-            return some
-    return every[0]
+    made: tuple[str, ...] = ()  # of a model that is made and does not run
+    for needs in NEEDS:
+        best: tuple[str, ...] = ()
+        most = count = 0
+        for layers in LAYERS:
+            some = sizes(full, experts, known, needs | layers)
+            with suppress(Exception):
+                config = replace(desk, sizes=some).config(one)
+                model = model_provider(config, meta_context(config, Grid()))
+                made = made or some
+                model_profile(config, model_provider)
+                numbers = range(config.model.num_layers)
+                kinds = len({model.layer_config(i) for i in numbers})
+                if kinds > most and most != count or not best:
+                    best, most, count = some, kinds, len(numbers)
+        if best:
+            return with_short_windows(replace(desk, sizes=best), one)
+    return made or sizes(full, experts, known)
+
+
+def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
+    """Return the sizes with windows that are shorter than a row, where a flag sets them."""
+    config, made = desk.config(one), desk.sizes
+    model = model_provider(config, meta_context(config, Grid()))
+    tokens = torch.arange(config.model.seq_length)[None] % model.config.vocab_size
+    for name in windows_of(load_model_file(desk.model), model.config, tokens):
+        some = (*made, f"--{name.replace('_', '-')}", str(FEW))
+        with suppress(Exception, SystemExit):  # no flag sets this field
+            replace(desk, sizes=some).config(one)
+            made = some
+    return made
 
 
 def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
@@ -248,24 +210,49 @@ def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
     return [c for c in every if c in picked or c in needed or (c.oracle and c.tied in tied)]
 
 
-def first_difference(world: World, case: Case, number: int) -> Verdict:
-    """Record a step of a case and of one rank, and say which tensor differs first.
+def hold(world: Ranks, row: Row) -> None:
+    """Compare what the ranks of a layout have recorded with one rank's record.
 
-    Raises RuntimeError where a rank does not end the step.
+    Where a step differs, both make it again and record all tensors of it, so that the first one is
+    named. Raises RuntimeError where a rank does not end that step.
     """
-    number = 2 if case.load else number
-    one = cases(False)[int(case.tied)]
-    sides = []
-    for each in (one, case):
-        again = each._replace(name=f"{case.name}, recorded as {each.name}", record=number)
-        folder = world.desk.record(again)
-        answers = world.run(again._replace(save=""))
-        wrong = [answer for answer in answers if answer is None or "error" in answer]
-        if wrong:
-            raise RuntimeError(f"a record of {each.name} failed: {wrong[0]}")
-        sides.append(Side(folder))
-    why = "fp64, in other orders of sums"
-    return verdict_of(sides[0], sides[1], Allowed(False, why, begins=not number))
+    case, desk = row.case, world.desk
+    whats: tuple[int | str, ...] = (2,) if case.load else ("initial", 0, 1)
+    distances = {"": LOADED}  # of the weights that a step begins with
+    for what in whats:
+        why = "fp64, in other orders of sums"
+        allowed = Allowed(what == "initial", why, begins=what == 0, distances=distances)
+        verdict = None
+        if what == "initial" or not row.found("replicas"):  # which end the first step
+            one, other = desk.one_rank(case.tied, what), Side(desk.record(case.name, what))
+            found = compare(one, other, allowed, to_end=True)
+            row.measure(found)
+            distances = found.weights
+            verdict = conclude(found, one, other, allowed)
+            if found.first is None:
+                continue
+            if what == "initial":
+                row.findings.append(initial_finding(found.first, verdict))
+                if row.found("shape"):
+                    return
+                continue
+        assert isinstance(what, int)
+        sides = [Side(recorded_inside(world, each, what)) for each in (one_rank(case.tied), case)]
+        inside = verdict_of(sides[0], sides[1], allowed)
+        verdict = verdict if inside.same else inside
+        if verdict is not None:
+            row.explain_with(what, (sides[1].numbers["loss"], sides[0].numbers["loss"]), verdict)
+        return
+
+
+def recorded_inside(world: Ranks, case: Case, number: int) -> Path:
+    """Let ranks make a step and record all tensors of it; return the folder."""
+    folder = world.desk.record(case.name, number, inside=True)
+    if not folder.exists():
+        answers = world.run(case._replace(record=number, save=""))
+        if wrong := [each for each in answers if each is None or "error" in each]:
+            raise RuntimeError(f"a record of {case.name} failed: {wrong[0]}")
+    return folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -292,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(len(case.name) for case in some)
         print("on the CPU over gloo, also where there is a GPU")
         print(head(width))
-        world = World(desk, max(case.ranks for case in some), options.timeout)
+        world = Ranks(desk, options.timeout)
         started = time.monotonic()
 
         def state() -> str:
@@ -301,39 +288,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
         spoiled: set[str] = set()  # checkpoints of layouts that are wrong, or not run
-        try:
-            for case in some:
-                if case.tied in broken:
-                    continue
-                if why := desk.refusal(case):
-                    rows.append(Row(case, 0.0, refused=why))
-                    spoiled.add(case.save or case.name)
-                    print(rows[-1].line(width), flush=True)
-                    continue
-                if case.load in spoiled:
-                    rows.append(Row(case, 0.0, result="not run: what it would load is wrong"))
-                    print(rows[-1].line(width), flush=True)
-                    continue
-                began = time.monotonic()
-                try:
-                    with waiting(case.name, state):
-                        answers = world.run(case)
-                        seconds = time.monotonic() - began
-                        row = row_of(case, answers, seconds, world.hung, desk)
-                        if row.to_record >= 0:
-                            row.explain_with(first_difference(world, case, row.to_record))
-                except Exception as error:
-                    world.close()
-                    line = f"fork-check itself failed: {describe_error(error, model)}"
-                    row = Row(case, time.monotonic() - began, findings=[("internal", "", line)])
-                if case.oracle and row.blocks:
-                    broken.add(case.tied)
-                if row.differs:
-                    spoiled.add(case.save or case.name)
-                rows.append(row)
-                print(row.line(width), flush=True)
-        finally:
-            world.close()
+        for case in some:
+            if case.tied in broken:
+                continue
+            if why := desk.refusal(case):
+                rows.append(Row(case, 0.0, refused=why))
+                spoiled.add(case.save or case.name)
+                print(rows[-1].line(width), flush=True)
+                continue
+            if case.load in spoiled:
+                rows.append(Row(case, 0.0, result="not run: what it would load is wrong"))
+                print(rows[-1].line(width), flush=True)
+                continue
+            began = time.monotonic()
+            try:
+                with waiting(case.name, state):
+                    answers = world.run(case)
+                    seconds = time.monotonic() - began
+                    row = row_of(case, answers, seconds, world.hung)
+                    if not case.oracle and not row.blocks:
+                        hold(world, row)
+            except Exception as error:
+                line = f"fork-check itself failed: {describe_error(error, model)}"
+                row = Row(case, time.monotonic() - began, findings=[("internal", "", line)])
+            if case.oracle and row.blocks:
+                broken.add(case.tied)
+            if row.differs:
+                spoiled.add(case.save or case.name)
+            rows.append(row)
+            print(row.line(width), flush=True)
     for line in table(rows):
         print(line)
     return int(any(row.findings for row in rows))

@@ -36,7 +36,7 @@ from mpu.gradients import use
 from mpu.layers.context_attention import core_attention_of
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpu.layers.rope import Yarn, rope_frequencies
+from mpu.layers.rope import Yarn
 from mpu.param import Region, divide
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
@@ -105,6 +105,10 @@ class DeepseekConfig(MoEConfig):
         shared, f = self.moe_shared_expert_intermediate_size, self.expert_ffn
         rule = f"a multiple of an expert's {f}"
         self._rule("moe_shared_expert_intermediate_size", shared % f == 0, rule)
+
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_pos_emb_head_dim
 
     @property
     def score_scale(self) -> float:
@@ -206,12 +210,6 @@ class Deepseek(moe.MoE):
         q = q if config.q_lora_rank else {"q_b": "q_proj"}
         named = {**q, **kv, "proj": "o_proj"}.items()
         self.hf_modules = kept | {f"attention.{n}": (f"self_attn.{m}",) for n, m in named}
-
-    def frequencies(self) -> Tensor:
-        c, p = self.config, self.config.qk_pos_emb_head_dim
-        if c.yarn is not None:
-            return c.yarn.frequencies(p, c.rotary_base)
-        return rope_frequencies(p, c.rotary_base, c.rope_scaling_factor, c.rope_original_length)
 
 
 def hf_config(config: DeepseekConfig, dtype: str = "float32") -> dict[str, Any]:

@@ -19,7 +19,6 @@ from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, r
 from mpu.context import LayerContext
 from mpu.gradients import use
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpu.layers.rope import rope_frequencies
 from mpu.param import Region
 from mpu.recompute import Recompute
 
@@ -30,15 +29,9 @@ __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "p
 class PhiConfig(LlamaConfig):
     rotary_factor: float = 0.5  # share of a head that RoPE turns
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rope_scaling_factor:
-            raise ValueError("--use-rope-scaling: a Phi does not scale its positions")
-        if not 2 <= rotated(self) <= self.head_size:
-            raise ValueError(
-                f"--rotary-factor {self.rotary_factor} of a head of {self.head_size} must turn 2 "
-                f"to {self.head_size} elements"
-            )
+    @property
+    def rotary_size(self) -> int:
+        return int(self.head_size * self.rotary_factor) // 2 * 2
 
 
 class LayerNorm(nn.Module):
@@ -55,10 +48,6 @@ class LayerNorm(nn.Module):
 
 class Attention(llama.Attention):
     qkv_bias = proj_bias = True
-
-    def __init__(self, config: PhiConfig, ctx: LayerContext, recompute: Recompute) -> None:
-        super().__init__(config, ctx, recompute)
-        self.rotary = rotated(config)
 
 
 class MLP(nn.Module):
@@ -87,7 +76,6 @@ class Block(nn.Module):
 
 
 class Phi(llama.Llama):
-    config: PhiConfig
     block, norm_type, head_bias = Block, LayerNorm, True
     hf_modules = {
         "norm": ("input_layernorm",),
@@ -97,14 +85,6 @@ class Phi(llama.Llama):
         "mlp.down": ("mlp.fc2",),
     }
     hf_ends = {**llama.Llama.hf_ends, "norm": "model.final_layernorm"}
-
-    def frequencies(self) -> Tensor:
-        return rope_frequencies(rotated(self.config), self.config.rotary_base)
-
-
-def rotated(config: PhiConfig) -> int:
-    """Return how many elements of a head are rotated: an even number."""
-    return int(config.head_size * config.rotary_factor) // 2 * 2
 
 
 def hf_config(config: PhiConfig, dtype: str = "float32") -> dict[str, Any]:
@@ -124,7 +104,6 @@ def from_hf_config(hf: dict[str, Any]) -> PhiConfig:
     factor = rope.get("partial_rotary_factor", 0.5)
     rules = {
         "partial_rotary_factor": lambda v: True,
-        "rope_type": lambda v: v == "default",
         "hidden_act": lambda v: v in ("gelu_new", "gelu_pytorch_tanh"),
         **dict.fromkeys(("qk_layernorm", "resid_pdrop", "embd_pdrop"), lambda v: not v),
     }

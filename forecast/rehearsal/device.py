@@ -2,9 +2,8 @@
 """Stand in for torch.cuda: a device with streams and events that a Recorder sees.
 
 `install` replaces torch.cuda's functions for the whole process, which ends with the rehearsal.
-`Reads` is the function mode through which calls come that never reach torch's dispatcher on fake
-tensors: reads on the host, prints, addresses, the choice of an attention kernel. A backward inside
-a backward does not have it, so what layers call there (page-locked memory) is in watch.py.
+`Reads` gives fake tensors what never reaches torch's dispatcher: reads on the host, prints,
+addresses, the choice of an attention kernel.
 """
 
 from collections.abc import Callable
@@ -15,15 +14,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from forecast.rehearsal.events import Alloc
 from forecast.rehearsal.memory import step
+from forecast.rehearsal.patches import Patches
 from forecast.rehearsal.record import Recorder
 from mpu.layers.attention.backends import card_of, kernel_of
 from mpu.torch_private import cudnn_attention, fake_tensors, flash_attention
 
 DEVICE = torch.device("cuda", 0)
+TENSOR, ATTENTION = torch.tensor, F.scaled_dot_product_attention  # torch's own
 CUDNN = 91900  # assumed, 9.19: the one that wheels of torch 2.11 and later need is beyond 9.15
 
 
@@ -178,36 +178,26 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
     torch.are_deterministic_algorithms_enabled = lambda: deterministic
 
 
-class Reads(TorchFunctionMode):
-    """Answer what fake tensors cannot: values on the host, prints, addresses."""
+class Reads:
+    """Answer what fake tensors cannot: values on the host, prints, addresses; and record them."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
         self.recorder = recorder
-        self.answers: dict[Any, Callable[..., Any]] = {
-            Tensor.tolist: self.tolist,
-            Tensor.numpy: self._numpy,
-            Tensor.data_ptr: self._address,
-            Tensor.__repr__: self._printed,
-            Tensor.__format__: self._printed,
-            Tensor.record_stream: lambda x, stream: recorder.record_stream(x, stream.number),
-            F.scaled_dot_product_attention: self._attention,
-            torch.tensor: self._tensor,
-        }
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Answer a call, or let it through."""
-        kwargs = kwargs or {}
-        answer = self.answers.get(func)
-        if answer is not None:
-            return answer(*args, **kwargs)
-        if kwargs.get("pin_memory"):
-            out = func(*args, **{**kwargs, "pin_memory": False})
-            self.recorder.pin(out)
-            return out
-        return func(*args, **kwargs)
+    def install(self, patches: Patches) -> None:
+        """Put the answers in place of the methods of fake tensors, and of two functions."""
+        methods: dict[str, Callable[..., Any]] = {
+            "tolist": self.tolist,
+            "numpy": self._numpy,
+            "data_ptr": self._address,
+            "__repr__": self._printed,
+            "__format__": self._printed,
+            "record_stream": lambda x, s: self.recorder.record_stream(x, s.number),
+        }
+        for name, answer in methods.items():
+            patches.replace(fake_tensors().FakeTensor, name, method(answer))
+        patches.everywhere(torch.tensor, self._tensor)
+        patches.everywhere(ATTENTION, self._attention)
 
     def _reads(self, x: Tensor, name: str) -> None:
         if x.device.type != "cpu":
@@ -215,8 +205,6 @@ class Reads(TorchFunctionMode):
 
     def tolist(self, x: Tensor) -> Any:
         """Note one wait, and give zeros."""
-        if not isinstance(x, fake_tensors().FakeTensor):
-            return x.tolist()
         self._reads(x, "tolist")
         zero: Any = 0.0 if x.dtype.is_floating_point else 0
 
@@ -226,27 +214,23 @@ class Reads(TorchFunctionMode):
         return zeros(tuple(x.shape))
 
     def _numpy(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, fake_tensors().FakeTensor):
-            return x.numpy(*args, **kwargs)
         self._reads(x, "numpy")
         return torch.zeros(x.shape, dtype=x.dtype, device="meta").numpy()
 
     def _address(self, x: Tensor) -> int:
-        if not isinstance(x, fake_tensors().FakeTensor):
-            return x.data_ptr()
         if (address := getattr(x, "weft_address", None)) is not None:  # another rank's memory
             return int(address)
         number = self.recorder.number(x)
         start = number << 36 if number >= 0 else id(x.untyped_storage())
         return int(start + x.storage_offset() * x.element_size())
 
-    def _printed(self, x: Tensor, *args: Any) -> str:
+    def _printed(self, x: Tensor, *args: Any, **kwargs: Any) -> str:
         self._reads(x, "a print")
         return f"tensor of {tuple(x.shape)}"
 
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         pinned = kwargs.pop("pin_memory", False)
-        x = torch.tensor(data, **kwargs)
+        x = TENSOR(data, **kwargs)
         x.constant = None  # type: ignore[attr-defined]  # else it is copied for real
         if pinned:
             return x.pin_memory()
@@ -268,6 +252,11 @@ class Reads(TorchFunctionMode):
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
             more = dict(dropout_p=dropout_p, scale=scale)
             return cudnn_attention(q, k, v, is_causal, learns, **more)[0]
-        return F.scaled_dot_product_attention(
+        return ATTENTION(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def method(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that a class makes a method of: a bound one is not."""
+    return lambda x, *args, **kwargs: answer(x, *args, **kwargs)

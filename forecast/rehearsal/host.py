@@ -59,8 +59,6 @@ class Host:
         patches.everywhere(fused.call, self.call(fused.call))
         patches.everywhere(symmetric.copy, self.copy)
         patches.replace(p2p.SendQueue, "put", put)
-        if not self.real:  # a function mode is not there in a backward inside a backward
-            patches.replace(Tensor, "data_ptr", address)
         patches.replace(workspace, "SymmetricBuffer", self.buffer)
 
     def call(self, native: Callable[..., None]) -> Callable[..., None]:
@@ -157,11 +155,6 @@ class FakeBuffer:
         """Neither signal nor wait."""
 
     signal = signal_all = wait = wait_all = close = wait_closed = barrier = refuse_fork = _nothing
-
-
-def address(x: Tensor) -> int:
-    """Take the place of Tensor.data_ptr: two tensors at one address have one storage."""
-    return (id(x.untyped_storage()) << 40) + int(x.storage_offset()) * x.element_size()
 
 
 def put(send_queue: p2p.SendQueue, handle: Handle) -> None:

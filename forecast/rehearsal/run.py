@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from forecast.recording import Actions, few_micro_batches, record
 from forecast.rehearsal.device import Reads
 from forecast.rehearsal.events import Action, Alloc, Event, Free
+from forecast.rehearsal.fakes import fake_tensor_mode
 from forecast.rehearsal.group import Distributed
 from forecast.rehearsal.order import Finding
 from forecast.rehearsal.patches import Patches
@@ -31,7 +32,7 @@ from mpu.launch import Launch
 from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
-from mpu.torch_private import fake_tensors, function_of
+from mpu.torch_private import function_of
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
 from training.data.loader import Loader
@@ -305,11 +306,9 @@ def rehearse(
         else:
             patches.everywhere(draw_normal, _draw_one_block)
             patches.replace(Dispatcher, "on_host", _assumed)
-            fake = fake_tensors()
-            modes.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
+            modes.enter_context(fake_tensor_mode())
             modes.enter_context(Watch(recorder, fake=True))
-            modes.enter_context(reads := Reads(recorder))
-            patches.replace(fake.FakeTensor, "tolist", lambda x: reads.tolist(x))
+            Reads(recorder).install(patches)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 if tries and device.type == "cuda":

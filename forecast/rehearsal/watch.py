@@ -70,6 +70,9 @@ class Watch(DispatchMode):
         if self.fake and name == PINS:
             recorder.pin(copy := torch.empty_like(args[0]))
             return copy
+        if self.fake and kwargs.get("pin_memory"):
+            recorder.pin(out := func(*args, **{**kwargs, "pin_memory": False}))
+            return out
         if recorder.paused:
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())

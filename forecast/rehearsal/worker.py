@@ -18,14 +18,16 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from forecast.rehearsal import guard
 
 AT_ONCE = 2
+ONE = Lock()
 
 
-def points(job: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
+def points(job: dict[str, Any], config: Any) -> list[tuple[int, dict[str, float]]]:
     """Return the numbers of a job's step at two counts of micro-batches, or at its own."""
     import pretrain_llama
     from forecast.device_file import Level
@@ -33,7 +35,6 @@ def points(job: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
     from forecast.rehearsal import main as rehearsal
     from forecast.rehearsal.few_layers import numbers
 
-    config = rehearsal.read(pretrain_llama, job["argv"], job["world"])
     device = replace(gpu_of(config), levels=tuple(Level(*level) for level in job["levels"]))
     seen = rehearsal.run(pretrain_llama, config, node=job["node"], tries=False)
     if seen.failure is not None:
@@ -44,17 +45,26 @@ def points(job: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
 
 def answer(job: dict[str, Any]) -> str:
     """Return the answer to a job, from a process of its own."""
-    read, write = os.pipe()
-    if not (child := os.fork()):
+    import pretrain_llama
+    from forecast.rehearsal import main as rehearsal
+
+    with ONE:  # no thread reads while another forks, and what one has read the next ones know
+        try:
+            config = rehearsal.read(pretrain_llama, job["argv"], job["world"])
+        except Exception as error:
+            return failed(error)
+        read, write = os.pipe()
+        child = os.fork()
+    if not child:
         code = 1
         try:
             os.close(read)
             try:
-                found: dict[str, Any] = {"points": points(job)}
+                text = json.dumps({"points": points(job, config)})
             except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}"}
+                text = failed(error)
             with os.fdopen(write, "w") as out:
-                out.write(json.dumps(found))
+                out.write(text)
             code = 0
         finally:
             os._exit(code)  # threads of the trainer may still wait
@@ -63,6 +73,11 @@ def answer(job: dict[str, Any]) -> str:
         text = received.read()
     os.waitpid(child, 0)
     return text or json.dumps({"error": "the process of the rehearsal ended without an answer"})
+
+
+def failed(error: Exception) -> str:
+    """Return the answer to a job that raises an error."""
+    return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
 def main() -> None:
@@ -75,10 +90,10 @@ def main() -> None:
     import pretrain_llama  # noqa: F401  # once, for all processes
     from forecast.rehearsal import few_layers  # noqa: F401
     from forecast.rehearsal import main as rehearsal  # noqa: F401
-    from mpu.torch_private import fake_tensors
+    from forecast.rehearsal.fakes import fake_tensor_mode
 
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    fake_tensors().FakeTensorMode()  # whose first one imports much
+    fake_tensor_mode()  # whose first one imports much
     gc.freeze()  # what is there is not garbage
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in sys.stdin:

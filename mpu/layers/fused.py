@@ -207,7 +207,7 @@ def apply_rope(
         raise ValueError(
             f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "
             f"heads of {d} must be [{s}, 1 or {b}, 1, {half}], half of what is rotated (all of a "
-            "head, unless Attention.rotary says otherwise)"
+            "head, unless the config's rotary_size says otherwise)"
         )
     if 2 * half < d:
         return _partly_rotated(qkv, cos, sin, heads, groups)

@@ -149,7 +149,7 @@ def gpipe(p: int, m: int) -> Schedule:
     Bubble (p-1)(F + B + W). Every rank holds all m micro-batches: it is there for comparison only
     (Huang et al. 2019).
     """
-    return Schedule("gpipe", (_one_f_one_b(_actions("F", m), _actions("B", m), m),) * p, m)
+    return Schedule("gpipe", (_one_f_one_b(_actions("F", m), _backwards(m), m),) * p, m)
 
 
 def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
@@ -168,7 +168,7 @@ def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
     rank two pairs after it left, and rank r holds up to min(m, 2(p - r) - 1) micro-batches and a
     layer of the next one.
     """
-    f, b = _actions("F", m), _actions("B", m)
+    f, b = _actions("F", m), _backwards(m)
     warm_up = [2 * (p - r - 1) + 1 if overlaps else p - r - 1 for r in range(p)]
     ranks = tuple(_one_f_one_b(f, b, warm_up=k) for k in warm_up)
     return Schedule("1f1b", ranks, m, pairs=_pairs(m, warm_up) if overlaps else ())
@@ -205,7 +205,7 @@ def interleaved(
             f"{m} micro-batches in groups of {size} leave a last group of {m % size}, which must "
             f"be at least the pipeline size {p}"
         )
-    f, b = _actions("F", m, v, size), _actions("B", m, v, size)
+    f, b = _actions("F", m, v, size), _backwards(m, v, size)
     warm_up = [2 * (p - r - 1) + (v - 1) * size + overlaps for r in range(p)]
     ranks = tuple(_one_f_one_b(f, b, warm_up=k) for k in warm_up)
     return Schedule("interleaved", ranks, m, v, pairs=_pairs(m * v, warm_up) if overlaps else ())
@@ -367,12 +367,20 @@ def _actions(kind: str, m: int, v: int = 1, group: int | None = None) -> list[Ac
     return [Action(kind, chunk, i) for members in groups for chunk in chunks for i in members]
 
 
-def _one_f_one_b(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then a forward and a backward (B and W) in turn to the end."""
+def _backwards(m: int, v: int = 1, group: int | None = None) -> list[tuple[Action, Action]]:
+    """Return the backwards in order, each a B and its W."""
+    return [(b, b._replace(kind="W")) for b in _actions("B", m, v, group)]
+
+
+def _one_f_one_b(
+    f: list[Action], b: list[tuple[Action, Action]], warm_up: int
+) -> tuple[Action, ...]:
+    """Return `warm_up` forwards, then a forward and a backward in turn to the end."""
     order = f[:warm_up]
     for forward, backward in zip_longest(f[warm_up:], b):
-        order += [forward] if forward else []
-        order += [backward, backward._replace(kind="W")] if backward else []
+        if forward:
+            order.append(forward)
+        order += backward or ()
     return tuple(order)
 
 

@@ -71,7 +71,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
             gc.collect()  # a recording collects then, and not meanwhile
             gc.disable()
             recorder.events.clear()
-            start = {"": sum(storage.nbytes for storage in recorder.storages.values())}
+            start = {"other state": sum(storage.nbytes for storage in recorder.storages.values())}
             pretrain_llama.train_step(run, batches, 1e-2)
             gc.enable()
     found = run.optimizer.memory() | memory_report.transient(run.sink)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.gpu_summary import append
+from tests.gpu.summary import append
 
 SIZES = {"cuda": (1 << 10, 1 << 20, 1 << 26, 1 << 30), "cpu": (1 << 10, 1 << 14)}  # bytes
 

@@ -30,8 +30,8 @@ from tests.gpu.logged import logged
 from tests.gpu.row import Row, Skip
 from tests.gpu.small import batch_flags, small_flags
 from tests.gpu.steps import VARIANTS
+from tests.gpu.summary import read as read_lines
 from tools.build_corpus import draw, held_out, read
-from tools.gpu_summary import read as read_lines
 from training.data.indexed import IndexedWriter
 
 STEPS, SEQUENCES = 1500, 16  # sequences of a step, of 1,024 bytes

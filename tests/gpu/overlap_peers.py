@@ -35,7 +35,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from tests.gpu.row import Absent, Row, sentence  # noqa: E402
-from tools.gpu_summary import append  # noqa: E402
+from tests.gpu.summary import append  # noqa: E402
 
 WEIGHTS, TOKENS = 8, 8192  # ranks that a weight is cut for; tokens of all ranks
 MODELS = {  # hidden, ffn, heads, groups; heads of 128

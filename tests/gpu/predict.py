@@ -25,7 +25,7 @@ from tests.gpu.row import ROOT, ROWS, RUNS, SEVERAL, STEPS, Row
 from tests.gpu.several import LAYOUTS
 from tests.gpu.several import words_of as words_of_layout
 from tests.gpu.steps import words_of
-from tools.gpu_summary import read
+from tests.gpu.summary import read
 
 RANKS = ("RANK", "WORLD_SIZE")
 TINY = ("step-2", "step-2-mixtral", "run-documents", "several-ep")  # of a play at small sizes

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # as a script, find mpu
 
-from tools.gpu_summary import SKIPPED, append  # noqa: E402
+from tests.gpu.summary import SKIPPED, append  # noqa: E402
 
 UNUSED = ("xxhash", "safetensors")  # imported by checkpoints and data, which no row here reads
 RUNS = (

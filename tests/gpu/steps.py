@@ -9,7 +9,7 @@
 
 With t(L, m) the seconds of a step of L layers and m micro-batches, c(L) = (t(L, 4) - t(L, 1)) / 3
 are those of a micro-batch. A layer takes (c(6) - c(2)) / 4, embedding and head c(2) - 2 layers, the
-update of L layers t(L, 1) - c(L). tools/gpu_check.py subtracts, since each is a process of its own.
+update of L layers t(L, 1) - c(L). tests/gpu/check.py subtracts, since each is a process of its own.
 """
 
 import statistics

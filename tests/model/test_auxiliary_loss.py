@@ -15,6 +15,7 @@ from mpu.param import Region
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.test_pipeline_parity import LAYERS, case_of
 from tests.model.twin import Twin, check, run_cases, run_layout
+from tests.sampling import sampled
 
 WEIGHT = 0.01
 FORK = """
@@ -90,21 +91,21 @@ def test_every_schedule_has_the_twins_loss_and_gradients(world, fork, schedule):
     compare(world, 2, some)
 
 
-def test_tensor_sequence_context_and_data_parallelism(world, fork):
+@pytest.mark.parametrize("size", sampled([2, 4], 2))
+def test_tensor_sequence_context_and_data_parallelism(world, fork, size):
     """Under sequence parallelism a rank's value is partial; without it, it is not."""
     more = dict(file=fork)
-    some = [
+    two = [
         case_of("1f1b", 1, 2, 2, 1, False, **more),
         case_of("1f1b", 1, 2, 2, 1, True, **more | {"sp": False}),
         case_of("1f1b", 1, 2, 1, 2, False, zero=2, **more),
         case_of("1f1b", 1, 2, 1, 1, False, cp=2, comm="all_gather", **more),
     ]
-    compare(world, 2, some)
-    some = [
+    four = [
         case_of("zb-v", 2, 3, 2, 1, True, recompute="full", **more),
         case_of("interleaved", 2, 2, 1, 2, False, zero=3, masks=True, **more),
     ]
-    compare(world, 4, some)
+    compare(world, size, two if size == 2 else four)
 
 
 @pytest.mark.prove

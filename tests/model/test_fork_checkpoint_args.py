@@ -31,6 +31,23 @@ FORKS = {
         "--final-logit-softcapping 25 --sliding-window 8 --norm-epsilon 1e-6",
         "--sliding-window 9",
     ),
+    "examples/forks/gemma3.py": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8,
+         "layer_types": ["sliding_attention", "full_attention"],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}},
+         "tie_word_embeddings": True},
+        "--kv-channels 16 --query-pre-attn-scalar 20 --sliding-window 8 --sliding-window-pattern 2 "
+        "--rotary-base 500000 --rope-local-base-freq 20000 --norm-epsilon 1e-6",
+        "--sliding-window 9",
+    ),
+    "examples/forks/glm4.py": (
+        "Glm4Config", {"head_dim": 16, "attention_bias": False},
+        f"{UNTIED} --kv-channels 16 --no-attention-bias --norm-epsilon 1.5625e-7",
+        "--rotary-factor 0.25",
+    ),
     "examples/forks/phi.py": (
         "PhiConfig", {"partial_rotary_factor": 0.25, "hidden_act": "gelu_new"},
         f"{UNTIED} --rotary-factor 0.25 --norm-epsilon 1e-5", "--rotary-factor 0.5",

@@ -169,6 +169,7 @@ def biased(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str,
     return found
 
 
+@pytest.mark.prove
 def test_the_bias_has_the_same_bits_on_every_layout(world: Any) -> None:
     """Evaluations and recomputation in between do not count."""
     layouts = [dict(dp=2, ep=2, m=2, recompute="full"), dict(tp=2, sp=True), dict(cp=2, ep=2),

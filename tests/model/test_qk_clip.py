@@ -18,7 +18,7 @@ TWO = dict(sizes=dict(num_query_groups=2))
 PACKED = dict(masks=True)
 LAYOUTS = {
     "tp4, 2 heads, each on 2 ranks": dict(tp=4, sp=True, zero=1) | TWO,
-    "cp ring, packed": dict(cp=2, dp=2, zero=2) | PACKED,
+    "cp ring, packed": dict(cp=2, dp=2, zero=3) | PACKED,
     "pp2, offload": dict(pp=2, dp=2, zero=1, m=2, offload=True, layers=4),
 }
 MORE = {

@@ -44,6 +44,7 @@ def distinct(sizes: tuple[int, ...]) -> list[tuple[str, ...]]:
 FOUR = [case_of(sizes, order) for sizes in SIZES for order in distinct(sizes)]
 
 
+@pytest.mark.prove
 def test_four_ranks_in_some_orders(world):
     some = [case for case in FOUR if case["order"] in ("pp-tp-cp-dp", "dp-cp-tp-pp")]
     assert len(some) == 2

@@ -33,19 +33,26 @@ MORE: dict[str, dict[str, Any]] = {  # what a fork's case has
     "windows": {"extra": (("window_size", 3),)},
     "gemma2": {"extra": (("sliding_window", 3), ("attn_logit_softcapping", 2.0))},
     "widths": {"sizes": {"ffn_hidden_size": 192}},
-    "phi": {"sizes": {"use_rope_scaling": False}, "extra": (("rotary_factor", 0.67),)},
+    "gemma3": {"extra": (("sliding_window", 3), ("sliding_window_pattern", 2))},
+    "phi": {"extra": (("rotary_factor", 0.67),)},
+    "glm4": {"extra": (("rotary_factor", 0.34),)},
 }
 FORKS = (
-    "qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "phi3", "bitnet", "granite",
-    "embeddings",
+    "qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "gemma3", "phi", "phi3", "glm4",
+    "bitnet", "granite", "embeddings",
 )  # fmt: skip
 ORACLES: dict[str, dict[str, Any]] = {  # what transformers has, and more of its config
     "Qwen2": {},
     "Arcee": {},
     "Olmo2": {},
     "Gemma2": {"query_pre_attn_scalar": 10, "sliding_window": 7},
+    "Gemma3Text": {
+        "query_pre_attn_scalar": 10, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "Phi": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "Phi3": {"pad_token_id": 0},
+    "Glm4": {"pad_token_id": 0},
     "BitNet": {},
     "Granite": dict(
         embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5,
@@ -76,7 +83,8 @@ def paths() -> dict[str, str]:
 
 
 def case_of(fork: str, path: str, **way: Any) -> dict[str, Any]:
-    plain = dict(tp=1, dp=1, sp=False, recompute=None, m=1, tied=fork in ("widths", "gemma2"))
+    tied = fork in ("widths", "gemma2", "gemma3")
+    plain = dict(tp=1, dp=1, sp=False, recompute=None, m=1, tied=tied)
     return plain | dict(file=path, lr=1e-2, clip=0.5, masks=True) | MORE.get(fork, {}) | way
 
 
@@ -163,6 +171,7 @@ def decode_in(comm: Any, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.prove
 def test_forks_decode_as_they_train(world, paths):
     cases = [case_of(fork, paths[fork]) for fork in FORKS]
     (one,) = world(1).run(decode_in, cases)
@@ -240,6 +249,12 @@ def test_widths_grow_with_depth(paths):
     assert [layer.mlp.down.weight.shape[1] for layer in model.layers.values()] == [64, 128, 192]
 
 
+def test_an_odd_part_of_a_head_is_refused(paths):
+    case = case_of("glm4", paths["glm4"]) | {"extra": (("rotary_factor", 0.2),)}
+    with pytest.raises(ValueError, match=r"rotary_size is \d+: it must be even, from 2 to \d+"):
+        model_provider(config_of(case), LayerContext(device=torch.device("meta")))
+
+
 @torch.no_grad()
 def logits_in(comm: Any, root: str, file: str | None, tokens: torch.Tensor) -> torch.Tensor:
     """Load a Hugging Face directory cut over all ranks; return the logits [b, s, V]."""
@@ -260,7 +275,7 @@ def theirs_of(kind: str, g: int = 2) -> Any:
             attn_implementation="eager",
         ) | ORACLES[kind]
     )  # fmt: skip
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for param in theirs.parameters():
         if param.dim() == 1:
             param.data.normal_(1.0, 0.3)
@@ -271,15 +286,16 @@ def theirs_of(kind: str, g: int = 2) -> Any:
 def test_logits_are_those_of_transformers(world, paths, tmp_path, kind):
     """On one rank and on two; at tp 2 a key head may be shared. And their weights come back."""
     torch.manual_seed(3)
+    path = paths[kind.lower().removesuffix("text")]
     theirs = theirs_of(kind, 1 if kind == "Olmo2" else 2)
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(0, 101, (2, 40))
     with torch.no_grad():
         wanted = theirs(tokens).logits
     for size in (1, 2):
-        for ours in world(size).run(logits_in, str(tmp_path), paths[kind.lower()], tokens):
+        for ours in world(size).run(logits_in, str(tmp_path), path, tokens):
             assert (ours - wanted).norm() < 1e-5 * wanted.norm()
-    (back,) = world(1).run(saved_in, str(tmp_path), paths[kind.lower()])
+    (back,) = world(1).run(saved_in, str(tmp_path), path)
     config, tensors = back
     made = {**config, "pad_token_id": None, "attn_implementation": "eager"}  # Phi-3's is 32000
     again = type(theirs)(type(theirs.config)(**made)).float().eval()

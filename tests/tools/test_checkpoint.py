@@ -17,10 +17,10 @@ from tests.training.checkpoint.holder import Holder
 from tools.checkpoint import main
 from tools.checkpoints.copy import consolidate
 from tools.checkpoints.diff import diff
-from tools.checkpoints.show import size_of
 from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import self_digest
+from training.run.text import in_units
 from training.run.waiting import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,19 +50,13 @@ def test_list(tmp_path: Path, tool: Any, write: Any) -> None:
     assert cells[0][3:5] == ["5,000", "320,000"] and cells[0][7:] == "1 rank all there".split()
     size = sum(p.stat().st_size for p in (tmp_path / "step_00000005").iterdir())
     manifest = (tmp_path / "step_00000005" / "manifest.json").stat().st_size
-    assert " ".join(cells[0][5:7]) == size_of(size - manifest)
+    assert " ".join(cells[0][5:7]) == in_units(size - manifest)
     # step 7's directory says that it is step 5's: a copy under another name
     assert "DAMAGED: manifest.json says step 5" in rows[1]
     assert f"DAMAGED: {SHARD} has 9 bytes" in rows[2]
     assert "DAMAGED: manifest.json: No such file" in rows[3]
     assert rows[4].endswith("unfinished removal") and rows[5].endswith("unfinished save")
     assert len({row.index("DAMAGED") for row in rows[1:4]}) == 1, "one column"
-
-
-def test_sizes_for_people() -> None:
-    assert [size_of(n) for n in (0, 999, 1000, 1234567, 5 * 10**9)] == [
-        *("0 B", "999 B", "1.0 kB", "1.2 MB", "5.0 GB")
-    ]
 
 
 def test_verify(tmp_path: Path, tool: Any, write: Any) -> None:

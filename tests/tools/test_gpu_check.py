@@ -20,11 +20,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu import launched
+from tests.gpu import check as gpu_check
+from tests.gpu import launched, summary
+from tests.gpu.check import PARTS, Options, Row
 from tests.gpu.row import ROWS
-from tools import gpu_check, gpu_summary
-from tools.gpu_check import PARTS, Options, Row
-from tools.gpu_summary import LINES, append, read
+from tests.gpu.summary import LINES, append, read
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "gpu-results.md"
@@ -37,7 +37,7 @@ SMALL = ["--tiny", "--device", "cpu"]
 SAYS = """
 import sys; sys.path.insert(0, {root!r})
 from pathlib import Path
-from tools.gpu_summary import append
+from tests.gpu.summary import append
 path = Path({path!r})
 append(path, {{"row": {name!r}, "what": "a number", "value": 1.5}})
 """
@@ -88,7 +88,7 @@ def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_
     assert numbers.keys() == {row.name for row in rows}
     assert all(outcomes[f"after-{name}"] == "passed" for name in ENDS)
     assert len(said) < gpu_check.MOST_PRINTED and "== summary" in said
-    assert len(said[said.index("== summary") :].splitlines()) <= gpu_summary.ROWS
+    assert len(said[said.index("== summary") :].splitlines()) <= summary.ROWS
 
 
 def test_what_a_row_left_behind_is_ended(play, tmp_path):
@@ -120,7 +120,7 @@ def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path)
         == ["skipped: the call's 4 s were over while it ran"]
         + ["skipped: the call's 4 s were over"] * 2
     )
-    assert gpu_summary.finished(lines) == set()  # so the next call begins with them
+    assert summary.finished(lines) == set()  # so the next call begins with them
 
 
 def test_a_part_of_a_row_that_runs_out_of_memory_loses_no_other_part(tmp_path):
@@ -166,11 +166,11 @@ def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, m
 
     monkeypatch.setattr(gpu_check, "execute", execute)
     _, _, said = play([Row(name, 5.0, ("-c", ""), 0) for name in names])
-    summary = said[said.index("== summary") :]
-    assert len(said) < gpu_check.MOST_PRINTED and len(summary) > 1000
-    assert "0 passed, 60 failed" in summary and "FAILED row-000" in summary
-    assert len(summary.splitlines()) <= gpu_summary.ROWS
-    assert (tmp_path / "out" / "summary.txt").read_text() == summary
+    last = said[said.index("== summary") :]
+    assert len(said) < gpu_check.MOST_PRINTED and len(last) > 1000
+    assert "0 passed, 60 failed" in last and "FAILED row-000" in last
+    assert len(last.splitlines()) <= summary.ROWS
+    assert (tmp_path / "out" / "summary.txt").read_text() == last
 
 
 def told(*about):
@@ -204,7 +204,7 @@ def test_the_summary_subtracts_and_divides():
         ("step-6", "prediction", dict(device="h200", seconds=0.35)),
         ("run-bf16", "prediction", dict(device="/x/device.json", seconds=32768 / 40000)),
     )
-    text = gpu_summary.text(lines, {"step-2": "passed", "x": "skipped: no GPU"})
+    text = summary.text(lines, {"step-2": "passed", "x": "skipped: no GPU"})
     assert "step-6 46,811 MFU 50.0% 40.0 GB" in text and "step-6 600 650 690, 1 2 3" in text
     assert "a layer 20.00 ms, embedding and head 30.00 ms of a micro-batch" in text
     assert "the update of 6 layers 30.00 ms" in text
@@ -221,12 +221,12 @@ def test_ratios_and_differences_are_of_one_call():
     two = ("step-2", "steps", dict(tokens_per_second=2.0, seconds=1.0, micro_batch=0.1))
     first = told(call(1), run_of("run-bf16", 40000.0), two)
     alone = told(call(2, run_documents="run-bf16"), run_of("run-documents", 30000.0), six)
-    text = gpu_summary.text([*first, *alone], {})
+    text = summary.text([*first, *alone], {})
     assert "tokens/s of call 2" in text and "run-documents 30,000" in text
     assert "(0." not in text and "(of " not in text and "a layer" not in text
     lines = [*first, *alone, *told(call(3, run_documents="run-bf16"), run_of("run-bf16", 20000.0),
                                    run_of("run-documents", 30000.0))]  # fmt: skip
-    after = gpu_summary.text(lines, {}).split("card 3")[1]
+    after = summary.text(lines, {}).split("card 3")[1]
     assert "(of run-bf16): documents 30,000 (1.500)" in after
 
 
@@ -238,12 +238,12 @@ def test_the_summary_cuts_no_prediction_and_no_run_short():
     for name in names:
         ends = {"device": "h200", "seconds": 1.111, "ends": [1.001, 1.111]}
         lines += told(run_of(name, 123456.0), (name, "prediction", ends))
-    text = gpu_summary.text(lines, {})
+    text = summary.text(lines, {})
     assert all(f"{name} 1001 to 1111 ms (0.24)" in text for name in names)
     assert all(
         f"{n.removeprefix('run-')} 123,456 (1.000)" in text for n in names if n != "run-bf16"
     )
-    assert max(map(len, text.splitlines())) <= gpu_summary.WIDTH
+    assert max(map(len, text.splitlines())) <= summary.WIDTH
 
 
 # ---- power and clocks ----
@@ -533,9 +533,9 @@ def test_results_of_another_size_or_device_are_no_results(play, tmp_path):
     assert order == ["a", "b", "a"]  # b had not run
     lines = play(rows, "--tiny")[1]
     assert [line["row"] for line in lines if line["what"] == "outcome"][3:] == ["a", "b"]
-    small, large = (gpu_summary.of_kind(lines, ("cpu", tiny)) for tiny in (True, False))
-    assert gpu_summary.text(small, {}).count("a 7") == 1
-    assert gpu_summary.text(large, {}).count("a 7") == 2
+    small, large = (summary.of_kind(lines, ("cpu", tiny)) for tiny in (True, False))
+    assert summary.text(small, {}).count("a 7") == 1
+    assert summary.text(large, {}).count("a 7") == 2
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_the_makefile_installs_nothing_for_it():
     (rule,) = [line for line in text.splitlines() if line.startswith("gpu-check:")]
     assert rule.split("##")[0].strip() == "gpu-check:"
     command = text[text.index(rule) :].splitlines()[1]
-    assert command.startswith("\t@$(PYTHON) tools/gpu_check.py") and "pip" not in command
+    assert command.startswith("\t@$(PYTHON) tests/gpu/check.py") and "pip" not in command
 
 
 def test_an_interpreter_without_torch_hands_over_or_says_what_to_do(monkeypatch, tmp_path, capsys):

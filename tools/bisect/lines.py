@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bisect.compare import GROWS, GROWS_ALL, TOLERANCE, Allowed, after_rounding
+from tools.compare.first_difference import GROWS, GROWS_ALL, TOLERANCE, Allowed, after_rounding
 from training.files.untrusted import open_plain, parse_json, read_json
 
 DIGESTS, FORMAT = "digests.jsonl", "weft digests 1"

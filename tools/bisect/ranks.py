@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the program of one side on its ranks, here, on CPUs; a rank is forked from this process.
+"""Run the program of one side on its ranks, here, on CPUs.
 
-Whatever of the product this process has imported, a rank imports anew, from any checkout. What
-is wanted of a run besides its flags is done in the rank, where `train_step` of pretrain_llama.py is
-called: at a step the rank records every tensor (tools/bisect/record.py), and ends.
+Whatever of the product a rank has imported, it imports anew, from any checkout. What is
+wanted of a run besides its flags is done in the rank, where `train_step` of pretrain_llama.py is
+called: at a step the rank records every tensor (training/run/watch/recorder.py), and ends.
 """
 
 import importlib
@@ -12,25 +12,22 @@ import json
 import os
 import resource
 import runpy
-import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpu.torch_private import preload_compiler
 from tools.bisect.recorded import enter
+from tools.compare.launch import Ended, Tell, launch, preload, where
 
 PROGRAM = "pretrain_llama.py"
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class RunError(Exception):
@@ -50,67 +47,29 @@ class Program:
     world: int = 1
 
 
-@dataclass
-class Ran:
-    """How a run went. seconds: of all of it; peak: the most bytes that a rank had resident."""
-
-    folder: Path
-    seconds: float
-    peak: int
-
-
 def run(
     program: Program, folder: Path, more: Sequence[str] = (), record: int = 0, limit: float = 900.0
-) -> Ran:
-    """Run a program with further flags; record: the step to record and to end at.
+) -> float:
+    """Run a program with further flags; return the seconds that it took.
 
-    A model's file that is named from a checkout's root is that checkout's, wherever this runs.
-
-    The ranks' output, and records, come to `folder`. Raises RunError where a rank fails.
+    record: the step to record and to end at. A model's file that is named from a checkout's root is
+    that checkout's, wherever this runs. The ranks' output, and records, come to `folder`. Raises
+    RunError where a rank fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    preload_compiler()  # which optimizers import, in seconds
+    preload()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     began = time.monotonic()
-    left: dict[int, int] = {}
-    codes: dict[int, int] = {}
-    peak = 0
-    try:
-        for rank in range(program.world):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                flags = [*program.argv, *_own_model(program), *more]
-                _be_rank(program, folder, flags, record, rank, port)
-            left[pid] = rank
-        while left and time.monotonic() - began < limit and not any(codes.values()):
-            for pid in list(left):
-                done, status, used = os.wait4(pid, os.WNOHANG)
-                if done:
-                    codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
-                    peak = max(peak, used.ru_maxrss * 1024)
-            time.sleep(0.02)
-    finally:
-        patience = time.monotonic() + (5.0 if codes else 0.0)
-        while left and time.monotonic() < patience:  # the others say why, too
-            for pid in list(left):
-                done, status, _ = os.wait4(pid, os.WNOHANG)
-                if done:
-                    codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
-        late = sorted(left.values())
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    if any(codes.values()):
-        raise RunError(_why(folder, codes))
-    if late:
+    argv = (*program.argv, *_own_model(program), *more)
+    work = partial(_be_rank, replace(program, argv=argv), folder, record, port)
+    ended = launch(program.world, work, folder, limit)
+    if any(each.code for each in ended):
+        raise RunError(_why(folder, ended, limit))
+    if late := [rank for rank, each in enumerate(ended) if each.code is None]:
         raise RunError(f"ranks {late} did not end within {limit:.0f} s")
-    return Ran(folder, time.monotonic() - began, peak)
+    return time.monotonic() - began
 
 
 def _own_model(program: Program) -> list[str]:
@@ -127,47 +86,38 @@ def _own_model(program: Program) -> list[str]:
     return ["--model-file", str(file)] if relative else []
 
 
-def _why(folder: Path, codes: dict[int, int]) -> str:
-    rank, code = next((rank, code) for rank, code in sorted(codes.items()) if code)
-    errors = (folder / f"err.{rank}").read_text().strip().splitlines()
-    lines = [line for line in errors if "Error" in line or ": error" in line] or errors
-    why = f": {lines[-1]}" if lines else " and printed no error"
-    return f"rank {rank} exited with code {code}{why}"
+def _why(folder: Path, ended: Sequence[Ended], limit: float) -> str:
+    """Say why a run failed: by the first rank that printed an error, else by how each ended."""
+    for rank, each in enumerate(ended):
+        path = folder / f"err.{rank}"
+        errors = path.read_text().strip().splitlines() if each.code and path.is_file() else []
+        if lines := [line for line in errors if "Error" in line or ": error" in line] or errors:
+            return f"rank {rank} exited with code {each.code}: {lines[-1]}"
+    return where(ended, folder, limit)
 
 
 def _be_rank(
-    program: Program, folder: Path, argv: list[str], record: int, rank: int, port: int
+    program: Program, folder: Path, record: int, port: int, rank: int, tell: Tell
 ) -> None:
-    """Run one rank in this forked process; never return."""
-    try:
-        for number, kind in ((1, "out"), (2, "err")):
-            os.dup2(os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)
-        os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(program.world), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(program.world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }  # fmt: skip
-        enter(program.tree)
-        sys.argv = [str(program.script), *argv]
-        module: Any = importlib.import_module("pretrain_llama")
-        if record:
-            _record_at(module, record, folder, program.tree)
-        if program.script.name == PROGRAM:
-            module.as_process(lambda: module.main(argv), None)
-        else:
-            sys.path.insert(0, str(program.script.parent))
-            runpy.run_path(str(program.script), run_name="__main__")
-    except SystemExit as end:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-    except BaseException:
-        traceback.print_exc()
+    """Run one rank in this process, which was started for it."""
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    argv = list(program.argv)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(program.world), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(program.world), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    enter(program.tree)
+    sys.argv = [str(program.script), *argv]
+    module: Any = importlib.import_module("pretrain_llama")
+    if record:
+        _record_at(module, record, folder, program.tree)
+    if program.script.name == PROGRAM:
+        module.as_process(lambda: module.main(argv), None)
     else:
-        os._exit(0)
-    finally:
-        sys.stderr.flush()
-        os._exit(1)
+        sys.path.insert(0, str(program.script.parent))
+        runpy.run_path(str(program.script), run_name="__main__")
 
 
 def _load(name: str, file: Path) -> Any:
@@ -184,7 +134,7 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
     """Let train_step record one step, write what a replay says of it, and end the rank."""
     if not (tree / "mpu" / "module_tracker.py").exists():  # an older commit
         _load("mpu.module_tracker", ROOT / "mpu" / "module_tracker.py").ROOT = tree
-    recorder = _load("weft_recorder", HERE / "record.py")
+    recorder = _load("weft_recorder", ROOT / "training" / "run" / "watch" / "recorder.py")
     take, leave = program.train_step, os._exit  # later as_process takes os._exit(0) for a fault
 
     rates: dict[int, float] = {}

@@ -80,11 +80,15 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
     from training.flags.parse import build_parser
 
     own_names: frozenset[str] = frozenset()
+    kept = list[str]()
     if own is not None:
         extra = getattr(load_model_file(str(own)), "extra_args_provider", None)
         own_names = build_parser(extra).own_names
     if hasattr(foreign, "in_our_words"):
-        words, known = foreign.in_our_words(argv, own_names).words, flag_table.live_flags()
+        found, known = foreign.in_our_words(argv, own_names), flag_table.live_flags()
+        words = found.words
+        for use in found.accepted:  # they change no number, and a rule may ask for them
+            kept += use.words
     else:  # the functions of an older commit
         older: Any = foreign
         words, _ = older.translate(argv, own_names)
@@ -92,7 +96,6 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
         older.refuse_unknown(words, own_names)
         older.refuse_unavailable(words, own_names)
         known = older.flag_table.known_flags()
-    kept = list[str]()
     for name, values in _groups(words):
         if name in own_names:
             kept += [name, *values]

@@ -15,29 +15,11 @@ from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import TRASH, UNFINISHED, evaluations, step_directories
+from training.run.text import aligned, in_units
 from training.run.waiting import waiting
 
 WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
 PROGRESS = ("consumed_samples", "consumed_tokens", "optimizer_steps")
-
-
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Yield rows as lines of aligned columns; the columns in `right` are aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
-def size_of(n: int) -> str:
-    """Return a number of bytes as text in decimal units."""
-    for unit, bytes_ in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n >= bytes_:
-            return f"{n / bytes_:.1f} {unit}"
-    return f"{n} B"
 
 
 def layout_of(state: dict[str, Any]) -> str:
@@ -73,7 +55,7 @@ def list_steps(root: Path) -> Iterator[str]:
             found = Checkpoint(root / name)
             progress = [found.state.get(f"consumed_{what}") for what in ("samples", "tokens")]
             row += [f"{n:,}" if isinstance(n, int) else "" for n in progress]
-            row += [size_of(bytes_of(found)), layout_of(found.state)]
+            row += [in_units(bytes_of(found)), layout_of(found.state)]
             found.check_sizes()
             there = "all there" if final else "all there, set aside"
             if (evaluation := losses.get(name)) is not None:
@@ -89,7 +71,7 @@ def list_steps(root: Path) -> Iterator[str]:
         rows.append((name.removeprefix("step_").lstrip("0"), "", "", "", "", "", kind))
     if len(rows) == 1:
         raise CheckpointError(f"{root}: there is no checkpoint")
-    yield from columns(rows, right=(0, 2, 3, 4))
+    yield from aligned(rows, left=(1, 5, 6))
 
 
 def leftovers(root: Path) -> list[str]:
@@ -123,7 +105,7 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
                 except (CheckpointError, OSError) as error:
                     errors.append(str(error))
                 progress.add(info["size"])
-        files = f"{len(found.manifest['files'])} files, {size_of(bytes_of(found))}"
+        files = f"{len(found.manifest['files'])} files, {in_units(bytes_of(found))}"
         if errors:
             yield False, f"{directory.name}  DAMAGED  " + "; ".join(errors)
         else:
@@ -144,13 +126,13 @@ def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
         rows += [(key, f"{state[key]:,}") for key in PROGRESS if key in state]
         rows.append(("written by", layout_of(state)))
     rows += [
-        ("files", f"{len(found.manifest['files'])}, {size_of(bytes_of(found))}"),
+        ("files", f"{len(found.manifest['files'])}, {in_units(bytes_of(found))}"),
         ("weights", _summary(weights)),
         ("optimizer", _summary(optimizer)),
     ]
     rest = {k: v for k, v in state.items() if k not in (*PROGRESS, "step", "layout", "iteration")}
     rows += [(key, str(value)) for key, value in flatten(rest)]
-    yield from columns(rows)
+    yield from aligned(rows, left=(0, 1))
     if tensors:
         yield ""
         table = [("tensor", "dtype", "shape", "bytes", "parts", "in")]
@@ -158,7 +140,7 @@ def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
             n = prod(entry["shape"]) * BY_NAME[entry["dtype"]].itemsize
             shape, parts = "x".join(map(str, entry["shape"])), str(len(entry["parts"]))
             table.append((name, entry["dtype"], shape, f"{n:,}", parts, _writers(entry)))
-        yield from columns(table, right=(3, 4))
+        yield from aligned(table, left=(0, 1, 2, 5))
 
 
 def _summary(entries: Sequence[dict[str, Any]]) -> str:

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the files of tools/fork_check.py share: a case, what one rank computed, a rank's report."""
 
-import json
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from model.load import load_model_file, of_checkpoint
-from mpu.comm.collectives import all_gather
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.meta_tensors import meta_hint
-from mpu.module_tracker import OUTPUT, Event, ModuleTracker
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
-from tools.bisect.record import recorded
+from tools.compare.join import Side
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.flags.parse import parse
+from training.run.watch.recorder import FileRecorder, recorded
 from training.settings.config import Config, UsageError
+
+ONE_RANK = "one rank"  # the case that all others are compared with
 
 
 class Case(NamedTuple):
     """One row of the table. load, save: folders under the desk's.
 
-    record: the step, counted from 0, of which every tensor is recorded instead; -1: none.
+    record: the step, counted from 0, of which all tensors are recorded instead; -1: none.
     """
 
     name: str
@@ -52,15 +52,17 @@ class Desk:
     sizes: tuple[str, ...]
     own: tuple[str, ...]
     own_loss: bool = False  # the loss is meant to be another than its logits' cross entropy
-    oracles: dict[bool, "Oracle"] = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave tensors out: each would take a file descriptor on its way to a rank."""
-        return {**vars(self), "oracles": {}}
+    def record(self, name: str, what: int | str, inside: bool = False) -> Path:
+        """Return where the ranks of a case record the initial weights, or a step.
 
-    def record(self, case: Case) -> Path:
-        """Return where the ranks of a case record a step."""
-        return Path(self.folder, "records", case.name.replace("/", "-"))
+        inside: with what happens inside the model.
+        """
+        return Path(self.folder, "records", name, f"{what}{', inside' * inside}")
+
+    def one_rank(self, tied: bool, what: int | str) -> Side:
+        """Return what one rank has recorded."""
+        return Side(self.record(f"{ONE_RANK}{', tied' * tied}", what))
 
     def config(self, case: Case) -> Config:
         """Return the config of a case. Raises UsageError."""
@@ -80,51 +82,18 @@ class Desk:
             return "" if case.oracle else str(error)
         return ""
 
-    def oracle(self, tied: bool) -> "Oracle":
-        """Read what one rank has computed."""
-        if tied not in self.oracles:
-            self.oracles[tied] = Oracle.read(Path(self.folder), tied)
-        return self.oracles[tied]
-
-
-@dataclass
-class Oracle:
-    """What one rank computed: tensors by kind and canonical name, and numbers."""
-
-    tensors: dict[str, dict[str, Tensor]]
-    losses: list[float]
-    norm: float
-
-    def write(self, folder: Path, tied: bool) -> None:
-        """Keep it for the other ranks."""
-        flat = {f"{kind}/{name}": t for kind, of in self.tensors.items() for name, t in of.items()}
-        save_file({k: t.contiguous() for k, t in flat.items()}, folder / f"oracle-{tied}.tensors")
-        text = json.dumps([self.losses, self.norm])
-        (folder / f"oracle-{tied}.json").write_text(text)
-
-    @classmethod
-    def read(cls, folder: Path, tied: bool) -> "Oracle":
-        """Read what `write` has stored."""
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for key, value in load_file(folder / f"oracle-{tied}.tensors").items():
-            kind, _, name = key.partition("/")
-            tensors.setdefault(kind, {})[name] = value
-        return cls(tensors, *json.loads((folder / f"oracle-{tied}.json").read_text()))
-
 
 @dataclass
 class Report:
     """What a rank found. findings: (kind, parameter, sentence); errors: the largest of each kind.
 
-    notes: notes that are no mistakes. rectangles: the rectangles of parameters that this rank
-    has: (name, cut dimension, first, size).
+    notes: notes that are no mistakes.
     """
 
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    rectangles: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def error(self, kind: str, value: float) -> None:
         """Keep the largest error of a kind; NaN is larger than any."""
@@ -156,28 +125,6 @@ def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
     for name, param in unique_parameters(run.model):
         for piece in placement_of(param).pieces(table[name]):
             yield name, param, piece
-
-
-def gathered_values(run: LlamaRun, kind: str) -> dict[str, Tensor]:
-    """Return the rank's weights ("param_shard") or gradients ("grad_shard"), by name.
-
-    From ZeRO stage 1 on they are gathered from their owners. A frozen weight's gradient is 0.
-    """
-    found = {}
-    run.sink.wait_for_weights()
-    for bucket in run.sink.weight_buckets:
-        flat = getattr(bucket, kind, torch.zeros_like(bucket.param_shard))
-        if bucket.shard is not None:
-            flat = all_gather(flat, bucket.shard)[0]
-        for name, param, start in bucket.params:
-            found[name] = flat[start : start + param.numel()].view(param.shape).clone()
-    return found
-
-
-def pieces(run: LlamaRun, kind: str) -> list[tuple[Piece, Tensor]]:
-    """Return (piece, values) of this rank's weights or gradients."""
-    values = gathered_values(run, kind)
-    return [(piece, held(values[name], piece)) for name, _, piece in rectangles(run)]
 
 
 def whole(parts: Iterable[tuple[Piece, Tensor]]) -> dict[str, Tensor]:
@@ -240,35 +187,36 @@ def batches_of(run: LlamaRun, step: int) -> list[Batch]:
     return made
 
 
-def forward(run: LlamaRun) -> tuple[float, dict[str, list[float]]]:
-    """Run a forward pass of step 0's batch; return this rank's loss and its modules' outputs.
-
-    Each is [sum of magnitudes, sum of squares]: what ranks hold of a tensor that is cut adds up.
-    """
-    seen: dict[str, list[float]] = {}
-
-    def keep(event: Event) -> None:
-        if event.name and event.tensors and event.tensors[0].is_floating_point():
-            x, old = event.tensors[0].detach().double(), seen.get(event.name, [0.0, 0.0])
-            seen[event.name] = [old[0] + x.abs().sum().item(), old[1] + x.square().sum().item()]
-
-    tracker = ModuleTracker(run.model, run.engine.queue, run.sink, {OUTPUT: keep})
-    try:
-        batches = batches_of(run, 0)
-        schedule = forward_only(run.schedule(len(batches)))
+def forward(run: LlamaRun, record: Path | None = None) -> float:
+    """Run a forward pass of step 0's batch; return its loss. record: a folder for its tensors."""
+    batches = batches_of(run, 0)
+    schedule = forward_only(run.schedule(len(batches)))
+    file = run.config.model.model_file
+    names = load_model_file(file).hf_names(run.model)
+    with nullcontext() if record is None else FileRecorder(run, batches, names, record, fork=file):
         total = run_schedule(run, schedule, batches, 1, "of a forward pass")
-    finally:
-        tracker.close()
-    return (total[0] / total[1]).item() if total[1] else 0.0, seen
+    return (total[0] / total[1]).item() if total[1] else 0.0
 
 
-def step(run: LlamaRun, number: int, record: Path | None = None) -> tuple[float, float]:
-    """Train a step; return the loss and the gradient's norm. record: a folder for its tensors."""
+def record_weights(run: LlamaRun, folder: Path) -> None:
+    """Record the weights as they are."""
+    names = load_model_file(run.config.model.model_file).hf_names(run.model)
+    with FileRecorder(run, batches_of(run, 0), names, folder, inside=False):
+        pass
+
+
+def step(
+    run: LlamaRun, number: int, record: Path | None = None, inside: bool = False
+) -> tuple[float, float]:
+    """Train a step; return the loss and the gradient's norm.
+
+    record: a folder for its parameters and gradients. inside: for all other tensors, too.
+    """
     batches, lr = batches_of(run, number), run.config.optimizer.lr
     take = train_step
     if record is not None:
         file = run.config.model.model_file
-        take = recorded(train_step, load_model_file(file).hf_names(run.model), record, file)
+        take = recorded(train_step, load_model_file(file).hf_names(run.model), record, file, inside)
     loss, norm, _ = take(run, batches, lr)
     run.iteration += 1
     run.consumed += run.config.batch.global_batch_size

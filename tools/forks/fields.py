@@ -24,6 +24,7 @@ WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
 OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
 # the method of Llama that applies a field
 APPLIED = {"embedding_mult": "embed", "logits_divisor": "last_norm", "softmax_scale": "rope"}
+FEW = 5  # tokens of a window that rows of fork-check are longer than
 MORE_LAYERS = (6, 12)  # than fork-check has, for a pattern of layers that is longer
 Finding = tuple[str, str, str]
 
@@ -91,9 +92,26 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
     return found
 
 
-def _idle_in_more_layers(
-    file: ModelFile, config: LlamaConfig, name: str, tokens: Tensor
-) -> bool:
+def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str]:
+    """Return the fields that count tokens, as a window does: more than these do not change what the
+    model computes, and FEW do. tokens [b, s].
+    """
+    found, base = [], logits_of(file, config, tokens)
+    known = {field.name for field in fields(LlamaConfig)}
+    for name in (field.name for field in fields(config) if field.name not in known):
+        value = getattr(config, name)
+        if type(value) is not int or value < tokens.shape[1]:
+            continue
+        values: tuple[Any, ...] = (2 * value, FEW)
+        if not all(_valid(config, name, n) for n in values):
+            continue
+        more, few = (logits_of(file, replace(config, **{name: n}), tokens) for n in values)
+        if _same(base, more) and few is not None and not _same(base, few):
+            found.append(name)
+    return found
+
+
+def _idle_in_more_layers(file: ModelFile, config: LlamaConfig, name: str, tokens: Tensor) -> bool:
     """Return whether more layers do not depend on a field either: a pattern may be long."""
     for layers in MORE_LAYERS:
         if layers <= config.num_layers or not _valid(config, "num_layers", layers):
@@ -108,10 +126,12 @@ def _idle_in_more_layers(
 
 
 def _replaced(file: ModelFile, name: str) -> str:
-    """Say which method of Llama applies a field, where the fork's does not call it."""
+    """Say which method of Llama applies a field, where the fork's does not call it, or what else
+    helps.
+    """
     method = APPLIED.get(name, "")
     if not method or getattr(file.Model, method) is getattr(Llama, method):
-        return ""
+        return f": read it, or let {file.ModelConfig.__name__} refuse other values"
     own = f"{file.Model.__name__}.{method}"
     return f"; {own} replaces Llama's, which applies it: let it call super().{method}(...)"
 

@@ -8,20 +8,25 @@ refuse the value, or the fork must compute the same.
 
 import importlib
 import re
+import warnings
 import zlib
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from model.llama import LlamaConfig
 from model.load import ModelFile, read_sizes
+from mpu.module_tracker import site
 from mpu.param import placement_of, saved_buffers, unique_parameters
 from tools.forks.case import cut, held, whole
 from tools.forks.fields import Finding, model_of, others
+from training.run.watch.recorder import FRAME
 
 SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in fp32
 IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
@@ -94,6 +99,13 @@ def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
     return found
 
 
+def _other_ropes(key: str, value: Any) -> list[Any]:
+    """Return other values of a field of rope_parameters, which has one for each kind of layers."""
+    if isinstance(value, dict):
+        return [{**value, k: other} for k, v in value.items() for other in _other_ropes(k, v)]
+    return [value / 2] if "factor" in key else list(others(key, value))[:1]
+
+
 def _unfit(unknown: list[str], missing: list[str]) -> str:
     """Say which names do not fit."""
     return "; ".join(
@@ -101,6 +113,53 @@ def _unfit(unknown: list[str], missing: list[str]) -> str:
         for what, names in (("it has no", unknown), ("it also needs", missing))
         if names
     )
+
+
+@contextmanager
+def _seen(
+    modules: Mapping[str, Any], names: Container[str], read: Callable[[str, str, Tensor], None]
+) -> Iterator[None]:
+    """Call read(name, "input" or "output", tensor) for modules that run inside and take one tensor,
+    and for the first tensor that they return.
+    """
+
+    def called(name: str, given: tuple[Any, ...], result: Any) -> None:
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        if len(tensors) == 1 and tensors[0].is_floating_point():
+            read(name, "input", tensors[0])
+        result = result[0] if isinstance(result, tuple) else result
+        if isinstance(result, Tensor):
+            read(name, "output", result)
+
+    hooks = [
+        module.register_forward_hook(lambda _, x, y, name=name: called(name, x, y))
+        for name, module in modules.items()
+        if name in names
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _makers(
+    some: Sequence[Tensor], known: Sequence[Tensor], file: str
+) -> tuple[set[Any], set[int]]:
+    """Return the autograd nodes that have made tensors of known ones, and the lines of a file that
+    these ran in, which anomaly detection keeps.
+    """
+    before = {y.grad_fn for y in known}
+    at, found, lines = [x.grad_fn for x in some], set[Any](), set[int]()
+    while at:
+        node = at.pop()
+        if node is None or node in found or node in before:
+            continue
+        found.add(node)
+        kept = "".join(cast(Any, node.metadata).get("traceback_", ()))
+        lines |= {int(line) for name, line in FRAME.findall(kept) if name == file}
+        at += [each for each, _ in node.next_functions]
+    return found, lines
 
 
 class _Theirs:
@@ -127,7 +186,8 @@ class _Theirs:
         error = float((want - ours).norm() / want.norm())
         if not error <= SAME:
             line = f"with the same weights its logits differ from those of transformers' {name} by "
-            line += f"{error:.2g} of their norm{self.swapped(theirs, ours)}"
+            line += f"{error:.2g} of their norm"
+            line += self.swapped(theirs, ours) or f": {self.first_apart(theirs)}"
             return [("transformers", "", line)], []
         found, count = self.fields(config, want)
         note = f"its logits are those of transformers' {name} to {error:.1g}, and so are those of "
@@ -190,6 +250,12 @@ class _Theirs:
     @torch.no_grad()
     def ours(self, config: LlamaConfig) -> Tensor:
         """Return the fork's logits [b, s, V] with the same weights."""
+        logits: Tensor = self.model(config)(self.tokens)
+        return logits[..., : config.vocab_size].transpose(0, 1)
+
+    @torch.no_grad()
+    def model(self, config: LlamaConfig) -> Any:
+        """Return the fork's model with the same weights."""
         model = model_of(self.file, config)
         names = self.file.hf_names(model)
         for name, param in unique_parameters(model):
@@ -198,11 +264,68 @@ class _Theirs:
                 held(param, piece).copy_(cut(self.weights[piece.name], piece))
         for name, buffer in saved_buffers(model):
             buffer.copy_(self.weights[names[name][0]])
-        logits: Tensor = model(self.tokens)
-        return logits[..., : config.vocab_size].transpose(0, 1)
+        return model
+
+    def first_apart(self, theirs: Any) -> str:
+        """Say which module is the first whose input or output differs, and which lines of the fork
+        have made it of those that agree. One that differs and makes one that agrees is of a module
+        that does more there, as an embedding that scales.
+        """
+        self.load(theirs)  # `swapped` has left others
+        model, file = self.model(self.config), self.file.__file__
+        names, alike = self.file.hf_names(model), dict[str, list[str]]()
+        there: dict[tuple[str, str], Tensor] = {}
+        modules = dict(theirs.named_modules())
+        for name, _ in unique_parameters(model):
+            found = [each.rpartition(".")[0] for each in dict.fromkeys(names[name])]
+            if name.endswith(".weight") and modules.keys() >= set(found):
+                alike[name.removesuffix(".weight")] = found
+
+        def keep(name: str, kind: str, x: Tensor) -> None:
+            there.setdefault((name, kind), x)
+
+        with _seen(modules, {n for found in alike.values() for n in found}, keep):
+            self.logits(theirs)
+        agree: list[tuple[str, Tensor]] = []
+        apart: list[tuple[str, Tensor, str]] = []  # what, itself, the line of the call
+
+        def compare(name: str, kind: str, x: Tensor) -> None:
+            parts = [there.get((each, kind)) for each in alike[name]]
+            parts = parts[:1] if kind == "input" else parts
+            if any(part is None or part.dim() < 3 for part in parts):
+                return
+            want = torch.cat([p for p in parts if p is not None], -1)
+            got = x.detach().transpose(0, 1)
+            got = got[..., : want.shape[-1]]
+            if got.dim() == 4 and got.shape != want.shape:  # [b, heads, s, d] there
+                want = want.transpose(1, 2)
+            if got.shape != want.shape:
+                return
+            what, error = f"the {kind} of {name}", float((got - want).norm() / want.norm())
+            if error <= SAME:
+                agree.append((what, x))
+                return
+            after = f" after {agree[-1][0]}" if agree else ""
+            what += f" is the first{after} that differs, by {error:.2g} of its norm, from that of "
+            apart.append((what + alike[name][0], x, site(file).use))
+
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), warnings.catch_warnings():
+            with _seen(dict(model.named_modules()), set(alike), compare):
+                model(self.tokens)
+        known = [x for _, x in agree]
+        makes, _ = _makers(known, [], file)
+        for what, x, line in apart:
+            if x.grad_fn not in makes:
+                _, lines = _makers([x], known, file)
+                if line.startswith(file) and not lines:
+                    lines = {int(line.rpartition(":")[2])}
+                own = f"; made in {Path(file).name}, line {', '.join(map(str, sorted(lines)))}"
+                return what + own * bool(lines)
+        after = f" after {agree[-1][0]}" if agree else ""
+        return f"the model computes something else{after}"
 
     def swapped(self, theirs: Any, ours: Tensor) -> str:
-        """Say which two names the logits fit with, if they were exchanged."""
+        """Say which two names the logits fit with, if they were exchanged, or ""."""
         kinds: dict[str, list[str]] = {}
         for name in self.weights:
             kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
@@ -217,8 +340,11 @@ class _Theirs:
             off = (self.logits(theirs) - ours).norm() / ours.norm()
             self.weights = right
             if off <= SAME:
-                return f", and agree where {one} and {two} are exchanged: hf_names has them swapped"
-        return ": hf_names gives a weight another one's name, or the model computes something else"
+                return (
+                    f", and agree where {one} and {two} are exchanged: hf_names has them swapped, "
+                    "or forward takes one for the other"
+                )
+        return ""
 
     def fields(self, config: Any, want: Tensor) -> tuple[list[Finding], int]:
         """Vary the fields; return findings and how many change transformers' logits."""
@@ -234,7 +360,7 @@ class _Theirs:
         varied += [
             (f"rope_parameters.{key}", {**base, "rope_parameters": {**rope, key: other}})
             for key, value in rope.items()
-            for other in ([value / 2] if "factor" in key else list(others(key, value))[:1])
+            for other in _other_ropes(key, value)
         ]
         found: list[Finding] = []
         count = 0

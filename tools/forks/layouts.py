@@ -6,7 +6,7 @@ from itertools import cycle, product
 from typing import Any, NamedTuple
 
 from mpu.pipeline.schedules import CHUNKS
-from tools.forks.case import Case
+from tools.forks.case import ONE_RANK, Case
 
 LATENT = {  # of a model with latent attention: its own flags, and each head has a key
     "--q-lora-rank": 10,
@@ -19,11 +19,12 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
 }
 
 
-# what a model may need: heads that are together as wide as hidden states; more layers
+# what a model may need: heads that are together as wide as hidden states; a key for each head
 NEEDS: tuple[dict[str, Any], ...] = (
-    {}, {"--hidden-size": 128}, {"--num-layers": 6}, {"--hidden-size": 128, "--num-layers": 6},
-    {"--num-layers": 12}, {"--hidden-size": 128, "--num-layers": 12},
+    {}, {"--hidden-size": 128}, {"--num-query-groups": 8},
+    {"--hidden-size": 128, "--num-query-groups": 8},
 )  # fmt: skip
+LAYERS: tuple[dict[str, Any], ...] = ({}, {"--num-layers": 6}, {"--num-layers": 12})
 
 
 def sizes(
@@ -111,10 +112,15 @@ def layout(
     return Case(", ".join(words), tp * cp * pp * dp, tuple(flags), tied, save=save)
 
 
+def one_rank(tied: bool) -> Case:
+    """Return the case that others are compared with."""
+    flags = ("--micro-batch-size", "4")
+    return Case(ONE_RANK + ", tied" * tied, 1, flags, tied, oracle=True)
+
+
 def cases(full: bool, experts: bool = False) -> list[Case]:
     """Return the cases, the references first. experts: of a model with some."""
-    oracle = [Case("one rank", 1, ("--micro-batch-size", "4"), oracle=True)]
-    oracle.append(Case("one rank, tied", 1, ("--micro-batch-size", "4"), True, oracle=True))
+    oracle = [one_rank(tied) for tied in (False, True)]
     every = [
         layout(micro=1),
         layout(recompute="selective"),

@@ -7,8 +7,12 @@ loss. `decode` is compared with `forward`. Random numbers and the names in a che
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,11 @@ from model.llama import Llama
 from model.load import load_model_file
 from mpu.grid import Grid
 from mpu.param import Piece, placement_of, unique_parameters
+from mpu.torch_private import DispatchMode
 from pretrain_llama import LlamaRun, model_provider
+from tools.compare.first_difference import Allowed
+from tools.compare.join import Side
+from tools.compare.verdict import verdict_of
 from tools.forks.case import cut, held
 from training.run.model_profile import meta_context
 from training.settings.config import Config
@@ -29,7 +37,6 @@ NOISE = 1e-8  # rounding of a difference of losses, by STEP
 SAME = 1e-10  # largest error of decode's logits, of their norm
 CERTAIN = 5.0  # standard errors by which a drawn value's spread may be off
 NUMBER = re.compile(r"layers\.\d+")
-Outputs = dict[str, list[float]]
 
 
 def names_of(config: Config) -> list[tuple[str, str]]:
@@ -53,26 +60,59 @@ def names_of(config: Config) -> list[tuple[str, str]]:
     return [("names", line) for line in found]
 
 
-def draws(run: LlamaRun, before: Outputs, again: Callable[[], tuple[float, Outputs]]) -> list[str]:
-    """Return a sentence where a forward pass draws random numbers or depends on the one before.
+class Casts(DispatchMode):
+    """Note the lines of a file that round a tensor of fp64. lines: {line: dtype}."""
 
-    before: the outputs of a first pass; again: makes another one of the same batch.
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.lines = file, dict[int, torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        frame: FrameType | None = sys._getframe(1)
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 != y.dtype:
+            while y.is_floating_point() and frame is not None:
+                if frame.f_code.co_filename == self.file:
+                    self.lines.setdefault(frame.f_lineno, y.dtype)
+                    break
+                frame = frame.f_back
+        return y
+
+    def said(self) -> list[str]:
+        """Return a sentence for each line."""
+        return [
+            f"fp64 becomes {str(kind).removeprefix('torch.')} ({Path(self.file).name}:{line}), so "
+            "no two layouts would agree: take ctx.accumulate, which is fp64 with --fp64 and fp32 "
+            "in a run in bf16"
+            for line, kind in sorted(self.lines.items())
+        ]
+
+
+def draws(run: LlamaRun, forward: Callable[[Path | None], float], folder: Path) -> str:
+    """Return a sentence if a forward pass draws random numbers or depends on the one before, or "".
+
+    forward: makes a pass of the same batch, returns its loss, and records it in a folder.
     """
-    state = torch.get_rng_state()
-    _, after = again()
-    first = next((name for name in before if before[name] != after.get(name)), "")
-    where = f"; the first output that changes is that of {first}" if first else ""
-    if not torch.equal(state, torch.get_rng_state()):
-        return [
+    state, loss = torch.get_rng_state(), forward(None)
+    again = forward(None)
+    drawn = not torch.equal(state, torch.get_rng_state())
+    if not drawn and loss == again:
+        return ""
+    sides = []
+    for name in ("once", "again"):
+        forward(folder / name)
+        sides.append(Side(folder / name))
+    verdict = verdict_of(sides[0], sides[1], Allowed(True))
+    first = "" if verdict.same else f"; {verdict.sentence}"
+    if drawn:
+        return (
             "the forward pass draws random numbers from torch's default generator, which differ "
-            f"over tp, in a pipeline, under recomputation and after a resume{where}"
-        ]
-    if first:
-        return [
-            "two forward passes of the same batch with the same weights differ, so the model keeps "
-            f"something from one call to the next, or draws random numbers{where}"
-        ]
-    return []
+            f"over tp, in a pipeline, under recomputation and after a resume{first}"
+        )
+    return (
+        "two forward passes of the same batch with the same weights differ, so the model keeps "
+        f"something from one call to the next, or draws random numbers{first}"
+    )
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one layout of tools/fork_check.py on one rank, and compare it with the case "one rank".
+"""Run one layout of tools/fork_check.py on one rank, and record what is compared.
 
-The case "one rank" computes what all others are compared with, in fp64, and keeps it in a file:
+Each records (training/run/watch/recorder.py), in fp64:
 
-    initial    the weights as `initialize` draws them; every layout must draw the same bits
-    start      these and some noise: no weight is at 0 or 1, where a mistake may have no effect.
-               Every layout starts from it, so that what follows says nothing about `initialize`
-    gradients  of the first step; the second step's batch has documents and a loss mask
-    two        weights after two steps; three: after one more, which a loaded run must repeat
+    initial  the weights as `initialize` draws them; every layout must draw the same bits
+    0        the first step. Its weights are these and some noise: none is at 0 or 1, where a
+             mistake may have no effect. So what follows says nothing about `initialize`
+    1        the second step, whose batch has documents and a loss mask
+    2        one more, of one rank, and of layouts that have loaded the weights after the second
 
 All of it is done by the product: pretrain_llama.build and train_step, Saver, the dry run's plan.
 """
@@ -38,21 +38,19 @@ from pretrain_llama import LlamaRun, build
 from tools.forks.case import (
     Case,
     Desk,
-    Oracle,
     Report,
     batches_of,
-    cut,
     describe_error,
     forward,
-    pieces,
     put,
+    record_weights,
     rectangles,
     step,
-    whole,
 )
 from tools.forks.fields import fields_of_config, keys_of_json
 from tools.forks.huggingface import compare as compare_transformers
 from tools.forks.one import (
+    Casts,
     decodes,
     derivatives,
     draws,
@@ -65,8 +63,6 @@ from training.run.model_profile import make_grid
 from training.run.saver import Saver
 from training.run.start import connect
 
-EXACT, UPDATE = 1e-10, 1e-6  # largest error of a gradient, and of the weights' change, by norm
-FLOOR = 1e-4  # a gradient smaller than that part of the whole one counts as so large
 ITEM, ROUNDED = 8, 64  # bytes of an element in fp64, and of what may be rounded off
 CPU = torch.device("cpu")
 EVEN = "--moe-router-force-load-balancing"
@@ -121,7 +117,8 @@ def started(
     check_flags(config, pretrain_llama.model_provider)
     grid = make_grid(config, Launch(rank, case.ranks, rank, case.ranks))
     timeout = timedelta(seconds=2 * limit)
-    connect(config, grid, CPU, dist.PrefixStore(case.name, store), timeout, lambda line: None)
+    own = dist.PrefixStore(f"{case.name}, {case.record}", store)
+    connect(config, grid, CPU, own, timeout, lambda line: None)
     sent = Sent()
     grid.traced(sent)
     try:
@@ -146,13 +143,8 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
             ask_one_rank(desk, case, run, report)
             done = False
         else:
-            report.rectangles = [(p.name, p.dim, p.start, p.size) for _, _, p in rectangles(run)]
-            oracle = desk.oracle(case.tied)
-            if case.load:
-                saver_of(run).resume.load()
-                go_on(run, oracle, report)
-                done = False
-            elif (done := compare(run, oracle, report, sent)) and not by_choice(run):
+            done = take_steps(desk, case, run, report, sent)
+            if done and not by_choice(run):
                 plan(run, sent, report)
             alone = run.grid.pp.size == run.grid.dp_cp.size == 1
             if alone and not case.load and not run.model.ctx.sp:
@@ -179,19 +171,20 @@ def by_choice(run: LlamaRun) -> bool:
 
 
 def record(desk: Desk, case: Case, run: LlamaRun) -> None:
-    """Go to the step that is to be recorded, as `compare` or `go_on` does, and record it."""
+    """Go to the step of which all tensors are wanted, as `take_steps` does, and record it."""
     if case.load:
         saver_of(run).resume.load()
     else:
-        put(run, desk.oracle(case.tied).tensors["start"])
+        put(run, desk.one_rank(case.tied, 0).whole("weight", "before"))
     for number in range(2 if case.load else 0, case.record):
         step(run, number)
-    step(run, case.record, desk.record(case))
+    step(run, case.record, desk.record(case.name, case.record, inside=True), inside=True)
 
 
 def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     """Compute what other layouts are compared with, and what one rank alone can tell."""
-    initial = whole(pieces(run, "param_shard"))
+    record_weights(run, desk.record(case.name, "initial"))
+    initial = desk.one_rank(case.tied, "initial").whole("weight", "before")
     start = {}
     for name, values in initial.items():
         g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -201,29 +194,21 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
             start[name] = start[name].nan_to_num(1.0)
     put(run, start)
     buffers = {name: buffer.clone() for name, buffer in saved_buffers(run.model)}
-    first, outputs = forward(run)
-    report.findings += [("random", "", line) for line in draws(run, outputs, lambda: forward(run))]
-    if report.findings:
+    if why := draws(run, lambda folder: forward(run, folder), Path(desk.folder, "draws")):
+        report.findings.append(("random", "", why))
         return
-    losses, norms = [], []
-    tensors = {"initial": initial, "start": start}
-    for number in range(3):
-        loss, norm = step(run, number)
-        losses.append(loss)
-        norms.append(norm)
-        saved = {
-            0: ("gradients", "grad_shard"),
-            1: ("two", "param_shard"),
-            2: ("three", "param_shard"),
-        }
-        kind, where = saved[number]
-        tensors[kind] = whole(pieces(run, where))
+    with Casts(desk.model) as casts:
+        first = forward(run)
+    if lines := casts.said():
+        report.findings += [("rounded", "", line) for line in lines]
+        return
+    losses = [step(run, number, desk.record(case.name, number))[0] for number in range(3)]
     report.errors["loss"] = abs(first - losses[0])
-    Oracle(tensors, losses, norms[0]).write(Path(desk.folder), case.tied)
     put(run, start)
     for name, buffer in saved_buffers(run.model):  # a step may move them, as the bias of a choice
         buffer.copy_(buffers[name])
-    found = derivatives(list(rectangles(run)), tensors["gradients"], lambda: forward(run)[0])
+    gradients = desk.one_rank(case.tied, 0).whole("gradient")
+    found = derivatives(list(rectangles(run)), gradients, lambda: forward(run))
     report.error("derivative", found[0])
     if names := run.sink.frozen.names:
         some = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
@@ -255,104 +240,30 @@ def decode(run: LlamaRun, report: Report) -> None:
     report.findings += [("decode", "", line)] if line else []
 
 
-def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> bool:
-    """Hold initial weights and two steps of the run against one rank's; return if they were made.
+def take_steps(desk: Desk, case: Case, run: LlamaRun, report: Report, sent: Sent) -> bool:
+    """Record what is compared with one rank's; return if two steps were made.
 
     sent: counts what the second step sends.
     """
-    for piece, values in pieces(run, "param_shard"):
-        name, want = piece.name, oracle.tensors["initial"].get(piece.name)
-        if want is None or want.shape != piece.shape:
-            shape = None if want is None else list(want.shape)
-            line = (
-                f"{name} has the full shape {list(piece.shape)} here and {shape} on one rank: a "
-                "size that is divided by tp needs a Placement that says so (mpu/param.py)"
-            )
-            report.findings.append(("shape", name, line))
-        elif not torch.equal(values, cut(want, piece)):
-            line = (
-                f"{name}: initialize() gives it other values here than on one rank: draw it by "
-                "mpu.param.draw_normal, which cuts the same whole tensor for every layout"
-            )
-            report.findings.append(("initial", name, line))
-    if any(kind == "shape" for kind, _, _ in report.findings):
+    if case.load:
+        saver_of(run).resume.load()
+        step(run, 2, desk.record(case.name, 2))
         return False
-    put(run, oracle.tensors["start"])
+    record_weights(run, desk.record(case.name, "initial"))
+    start = desk.one_rank(case.tied, 0).whole("weight", "before")
+    for _, _, piece in rectangles(run):
+        if piece.name not in start or start[piece.name].shape != torch.Size(piece.shape):
+            return False  # the comparison of the initial weights says it
+    put(run, start)
     run.sink.check = GradientCheck(run.grid, report.warnings.append)
     try:
-        loss, norm = step(run, 0)
+        step(run, 0, desk.record(case.name, 0))
     except PlacementError as error:  # the run's own check of the first gradients; on all ranks
         report.findings.append(("replicas", str(error).partition(":")[0], str(error)))
         return False
-    gradients = pieces(run, "grad_shard")
-    losses_differ(report, loss, oracle.losses[0], "first")
-    total = sum(t.square().sum() for t in oracle.tensors["gradients"].values()) ** 0.5
-    for piece, values in gradients:
-        name, full = piece.name, oracle.tensors["gradients"][piece.name]
-        want, least = cut(full, piece), max(full.norm(), FLOOR * total)
-        distance = float((values - want).norm() / least)
-        report.error("gradients", distance)
-        if not distance <= EXACT:
-            report.findings.append(("gradient", name, how(name, values, want, distance)))
-    off = abs(norm - oracle.norm) / oracle.norm
-    report.error("gradients", off)
-    if not off <= EXACT:
-        line = f"the gradient's norm is {norm:.10g} and not {oracle.norm:.10g}"
-        report.findings.append(("norm", "", line))
     with sent.counted():
-        loss, _ = step(run, 1)
-    losses_differ(report, loss, oracle.losses[1], "second")
-    weights_differ(run, oracle, report, ("start", "two"))
+        step(run, 1, desk.record(case.name, 1))
     return True
-
-
-def go_on(run: LlamaRun, oracle: Oracle, report: Report) -> None:
-    """Hold loaded weights, and one more step, against one rank's."""
-    weights_differ(run, oracle, report, ("start", "two"), "load")
-    loss, _ = step(run, 2)
-    losses_differ(report, loss, oracle.losses[2], "third")
-    weights_differ(run, oracle, report, ("two", "three"))
-
-
-def losses_differ(report: Report, loss: float, want: float, which: str) -> None:
-    """Compare the loss of a step."""
-    off = abs(loss - want) / abs(want)
-    report.error("loss", off)
-    if not off <= EXACT:
-        line = f"the loss of the {which} step is {loss:.10g} and not {want:.10g}"
-        report.findings.append(("loss" if which == "first" else "later", "", line))
-
-
-def weights_differ(
-    run: LlamaRun, oracle: Oracle, report: Report, kinds: tuple[str, str], why: str = "update"
-) -> None:
-    """Compare weights, relative to how far one rank's have moved."""
-    before, after = (oracle.tensors[kind] for kind in kinds)
-    for piece, values in pieces(run, "param_shard"):
-        name = piece.name
-        if name not in after or after[name].shape != piece.shape:
-            continue
-        moved = (after[name] - before[name]).norm()
-        error = float((values - cut(after[name], piece)).norm() / moved.clamp(min=1e-6))
-        report.error("weights", error)
-        if not error <= UPDATE:
-            what = (
-                "what was loaded is not what was saved" if why == "load" else "its update differs"
-            )
-            report.findings.append((why, name, f"{name}: {what}, by {error:.2g} of its change"))
-
-
-def how(name: str, got: Tensor, want: Tensor, error: float) -> str:
-    """Say in which way a gradient differs."""
-    text = f"the gradient of {name}"
-    if not got.isfinite().all():
-        return f"{text} is not finite"
-    if not got.any():
-        return f"{text} is zero"
-    scale = float((got * want).sum() / want.square().sum()) if want.any() else 0.0
-    if (got - scale * want).norm() < 1e-6 * got.norm():
-        return f"{text} is {scale:.6g} times what it should be"
-    return f"{text} differs by {error:.2g} of its norm"
 
 
 def plan(run: LlamaRun, sent: Sent, report: Report) -> None:

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put together what the ranks of tools/fork_check.py found: a row each layout, then sentences."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.bisect.verdict import Verdict
-from tools.forks.case import Case, Desk
+from tools.compare.first_difference import TOLERANCE, Comparison, Difference
+from tools.compare.verdict import Verdict
+from tools.forks.case import Case
 from tools.forks.layouts import pattern
 
 COLUMNS = ("loss", "gradients", "weights", "decode")
-HIDDEN_BY = {  # findings of a kind say nothing new where there are some of these
-    "initial": ("shape",),
-    "loss": ("shape",),
-    "replicas": ("shape", "loss"),
-    "gradient": ("shape", "loss"),
-    "norm": ("shape", "loss", "gradient"),
-    "update": ("shape", "loss", "gradient", "norm", "load"),
-    "later": ("shape", "loss", "gradient", "norm", "load"),
-    "held": ("shape",),
+MEASURED = {  # kinds of tensors of a record that are a column
+    "loss": ("loss",),
+    "gradients": ("own gradient", "gradient", "gradient norm"),
+    "weights": ("weight",),
 }
+STEPS = ("first", "second", "third")
+FACTORS = {"a sum twice": 2.0, "divided": 0.5}  # by which a gradient of such a kind is wrong
 ALONE = {
+    "rounded",
     "derivative",
     "decode",
     "plan",
@@ -36,15 +36,6 @@ ALONE = {
     "loss of logits",
 }  # they say themselves what the cause is
 NUMBER = re.compile(r"(?<=layers\.)\d+")
-FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
-RECORDED = {  # the step, counted from 0, that differs where there is a finding of a kind
-    "loss": 0,
-    "replicas": 0,
-    "gradient": 0,
-    "norm": 0,
-    "update": 1,
-    "later": 1,
-}
 WORDY = {
     "raised",
     "refused",
@@ -53,6 +44,7 @@ WORDY = {
     "internal",
 }  # their sentences differ in more than a number
 BLOCKING = {
+    "rounded",
     "names",
     "random",
     "raised",
@@ -74,6 +66,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     result: str = "agrees"  # where there are no findings
     refused: str = ""  # why it is not run: the rule that its flags break
+    verdict: Verdict | None = None  # what differs first in a step
 
     @property
     def differs(self) -> bool:
@@ -90,20 +83,31 @@ class Row:
         """Whether other layouts cannot be compared with this one."""
         return any(kind in BLOCKING for kind, _, _ in self.findings)
 
-    @property
-    def to_record(self) -> int:
-        """Return the step of which a record would say what differs first, or -1."""
-        steps = [RECORDED[kind] for kind, _, _ in self.findings if kind in RECORDED]
-        return min(steps, default=-1) if not self.case.oracle else -1
+    def found(self, kind: str) -> bool:
+        """Return whether there is a finding of a kind."""
+        return any(each[0] == kind for each in self.findings)
 
-    def explain_with(self, verdict: Verdict) -> None:
-        """Let the engine's sentence stand for the findings that it explains."""
-        if verdict.same:
-            return
-        known = [f for f in self.findings if f[0] in RECORDED]
-        text = f"{known[0][2]}; {verdict.sentence}"
-        rest = [f for f in self.findings if f[0] not in RECORDED]
-        self.findings = [("tensor", verdict.name or verdict.what, text), *rest]
+    def measure(self, found: Comparison) -> None:
+        """Keep the largest errors of a comparison with one rank's record."""
+        for column, kinds in MEASURED.items():
+            far = [found.errors[kind] for kind in kinds if kind in found.errors]
+            if far:
+                self.errors[column] = max(*far, self.errors.get(column, 0.0))
+
+    def explain_with(self, number: int, losses: tuple[float, float], verdict: Verdict) -> None:
+        """Say what differs first in a step, counted from 0. losses: its own, and one rank's."""
+        known = [text for kind, _, text in self.findings if kind == "replicas"]
+        self.findings = [each for each in self.findings if each[0] != "replicas"]
+        if verdict.begins:
+            known = ["what was loaded is not what was saved"]
+        elif not math.isclose(*losses, rel_tol=TOLERANCE["float64"]):
+            step = f"the loss of the {STEPS[number]} step"
+            known = [f"{step} is {losses[0]:.10g} and not {losses[1]:.10g}"]
+        elif number:
+            known = [f"in the {STEPS[number]} step"]
+        self.verdict = verdict
+        text = "; ".join([*known, verdict.sentence])
+        self.findings.insert(0, ("tensor", verdict.name or verdict.what, text))
 
     def line(self, width: int) -> str:
         """Return the row of the table."""
@@ -130,7 +134,7 @@ def short(finding: tuple[str, str, str]) -> str:
 
 
 def row_of(
-    case: Case, answers: Sequence[Any], seconds: float, hung: Callable[[], str], desk: Desk
+    case: Case, answers: Sequence[Any], seconds: float, hung: Callable[[], str]
 ) -> Row:
     """Return a layout's row from the answers of its ranks: a Report each, an error, or None."""
     row = Row(case, seconds)
@@ -150,46 +154,36 @@ def row_of(
         for kind, value in report["errors"].items():
             row.errors[kind] = max(value, row.errors.get(kind, 0.0))
     row.warnings = list(dict.fromkeys(row.warnings))
-    if not case.oracle and not row.findings or any(f[0] == "loss" for f in row.findings):
-        row.findings += covered([report["rectangles"] for report in answers], desk, case)
-    kinds = {kind for kind, _, _ in row.findings}
-    shown = [f for f in row.findings if not kinds & set(HIDDEN_BY.get(f[0], ()))]
-    order = list(HIDDEN_BY)
     first: dict[tuple[str, str], tuple[str, str, str]] = {}
     counts: dict[tuple[str, str], set[str]] = {}
-    for finding in shown:  # of most kinds the first and the number, of fields each
+    for finding in row.findings:  # of most kinds the first and the number, of fields each
         one = (finding[0], finding[1] if finding[0] in ("config", "transformers") else "")
         first.setdefault(one, finding)
         counts.setdefault(one, set()).add(finding[1])
     row.findings = []
-    for one, (kind, name, text) in sorted(
-        first.items(), key=lambda item: order.index(item[0][0]) if item[0][0] in order else 99
-    ):
+    for one, (kind, name, text) in first.items():
         more = len(counts[one]) - 1
         row.findings.append((kind, name, text + f" (and {more} more)" * (more > 0)))
     return row
 
 
-def covered(
-    rectangles: Sequence[Sequence[tuple[str, int, int, int]]], desk: Desk, case: Case
-) -> list[tuple[str, str, str]]:
-    """Return a finding for each weight of which no rank holds some part."""
-    found = []
-    rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for name, dim, first, size in (part for own in rectangles for part in own):
-        rows.setdefault((name, dim), []).append((first, first + size))
-    every = desk.oracle(case.tied).tensors["start"]
-    found += [
-        ("held", name, f"no rank holds {name}") for name in every.keys() - {n for n, _ in rows}
-    ]
-    for (name, dim), parts in rows.items():
-        reached = 0
-        for first, last in sorted(parts):
-            reached = max(reached, last) if first <= reached else reached
-        if name in every and reached < every[name].shape[dim]:
-            line = f"no rank holds the rows of {name} from {reached} on, along dimension {dim}"
-            found.append(("held", name, line))
-    return found
+def initial_finding(first: Difference, verdict: Verdict) -> tuple[str, str, str]:
+    """Return the finding of an initial weight."""
+    name = verdict.name
+    if verdict.kind in ("another shape", "a shard"):
+        one, other = (list(x.shape) for x in (first.one, first.other))
+        line = (
+            f"{name} has the full shape {other} here and {one} on one rank: a size that is divided "
+            "by tp needs a Placement that says so (mpu/param.py)"
+        )
+        return "shape", name, line
+    if verdict.kind == "a part that no rank holds" or isinstance(first.one, bool):
+        return "shape", name, verdict.sentence
+    line = (
+        f"{name}: initialize() gives it other values here than on one rank: draw it by "
+        "mpu.param.draw_normal, which cuts the same whole tensor for every layout"
+    )
+    return "initial", name, line
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -213,10 +207,8 @@ def table(rows: Sequence[Row]) -> list[str]:
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
     failed = [row.case.name for row in rows if row.compared]
-    wrong = ("gradient", "tensor")
-    texts = [text for row in rows for kind, _, text in row.findings if kind in wrong]
-    factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
-    factor = factors[0] if factors and len(set(factors)) == 1 else 0.0
+    kinds = {row.verdict.kind for row in rows if row.verdict and "gradient" in row.verdict.what}
+    factor = FACTORS.get(kinds.pop(), 0.0) if len(kinds) == 1 else 0.0
     lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     lines += [f"note: {note}" for note in notes]

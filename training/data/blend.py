@@ -8,32 +8,27 @@ error of a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, howeve
 samples there are. A formula gives the origin of sample i: no table is built or stored.
 """
 
-import hashlib
 import heapq
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from training.data.dataset import FULL_DIGEST, Dataset
+from training.data.dataset import Composed, Dataset
 
 
-class Blend:
+class Blend(Composed):
     """Draw from `datasets` in proportion to `weights`; those of weight 0 are never drawn.
 
     Each dataset is asked for its samples 0, 1, 2, ... in order.
     """
 
-    length = None
-
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
         assert len(datasets) == len(weights) and max(weights) > 0
-        self.datasets = list(datasets)
+        self.parts = list(datasets)
         self.weights = [float(weight) for weight in weights]
         self.seq_length = datasets[0].seq_length
-        self.masked = any(dataset.masked for dataset in datasets)
         leaves = ((weight, i, i) for i, weight in enumerate(self.weights) if weight > 0)
         heap: list[tuple[float, int, Any]] = list(leaves)
         heapq.heapify(heap)
@@ -43,49 +38,14 @@ class Blend:
             heapq.heappush(heap, (light + heavy, tie, (left, right, light / (light + heavy))))
         self._tree = heap[0][2]
 
-    @property
-    def digest(self) -> str:
-        """Return a SHA-256 of the weights and of every dataset."""
-        facts = [self.weights, [dataset.digest for dataset in self.datasets]]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    def facts(self, hashes: list[str]) -> Any:
+        return [self.weights, hashes]
 
-    @property
-    def corpus(self) -> str:
-        """Return a SHA-256 of the weights and of every dataset, without the seed."""
-        facts = [self.weights, [dataset.corpus for dataset in self.datasets]]
-        return FULL_DIGEST + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    def locate(self, i: int) -> tuple[int, int]:
+        datasets, inner = self.locate_all(np.array([i]))
+        return int(datasets[0]), int(inner[0])
 
-    @property
-    def sketch(self) -> str:
-        """Return the same of the datasets' sketches."""
-        facts = [self.weights, [dataset.sketch for dataset in self.datasets]]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    def sample(self, i: int) -> np.ndarray:
-        """Return the tokens of sample i, int64 [seq_length + 1]."""
-        dataset, inner = self._locate_one(i)
-        return self.datasets[dataset].sample(inner)
-
-    def loss_mask(self, i: int) -> np.ndarray:
-        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
-        dataset, inner = self._locate_one(i)
-        return self.datasets[dataset].loss_mask(inner)
-
-    def origin(self, i: int) -> tuple[int, int, int]:
-        """Return (dataset, document, offset) of the first token of sample i."""
-        dataset, inner = self._locate_one(i)
-        return dataset, *self.datasets[dataset].origin(inner)[1:]
-
-    def describe(self, i: int) -> str:
-        """Return where sample i comes from, as text for an error message."""
-        dataset, inner = self._locate_one(i)
-        return self.datasets[dataset].describe(inner)
-
-    def under_way(self) -> str:
-        """Return where a read is under way, or ""."""
-        return next(filter(None, (dataset.under_way() for dataset in self.datasets)), "")
-
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_all(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, for int64 [n] sample numbers, the dataset of each and the number within it."""
         datasets = np.empty(len(samples), np.int64)
         inner = np.empty(len(samples), np.int64)
@@ -104,7 +64,7 @@ class Blend:
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first n samples each data set supplies."""
-        found, pending = [0] * len(self.datasets), [(self._tree, n)]
+        found, pending = [0] * len(self.parts), [(self._tree, n)]
         while pending:
             node, count = pending.pop()
             if isinstance(node, int):
@@ -114,10 +74,6 @@ class Blend:
             of_left = math.floor(count * share + 0.5)
             pending += [(left, of_left), (right, count - of_left)]
         return found
-
-    def _locate_one(self, i: int) -> tuple[int, int]:
-        datasets, inner = self.locate(np.array([i]))
-        return int(datasets[0]), int(inner[0])
 
 
 def parse_blend(

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the interface of a dataset, which files, blends and mock data implement."""
+"""Define the interface of a dataset, which files, blends and mock data implement, and what all
+datasets that are made of others have in common.
+"""
 
-from typing import Protocol
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +23,10 @@ class Dataset(Protocol):
     """A sequence of samples in a fixed order; `digest` identifies that order."""
 
     seq_length: int
-    masked: bool  # whether a part of it has a loss mask
+
+    @property
+    def masked(self) -> bool:
+        """Return whether a part of it has a loss mask."""
 
     @property
     def length(self) -> int | None:
@@ -57,3 +67,66 @@ class Dataset(Protocol):
 
     def under_way(self) -> str:
         """Return where the longest read under way is, or "" where none does."""
+
+
+class Composed(ABC):
+    """A dataset of which each sample is a sample of one of its `parts`."""
+
+    seq_length: int
+    parts: Sequence[Dataset]
+    length: int | None = None  # endless
+
+    @abstractmethod
+    def locate(self, i: int) -> tuple[int, int]:
+        """Return (part, its sample) that sample i is."""
+
+    @abstractmethod
+    def facts(self, hashes: list[str]) -> Any:
+        """Return what decides the samples, as JSON. hashes: of the parts."""
+
+    @cached_property
+    def masked(self) -> bool:
+        """Return whether a part has a loss mask."""
+        return any(part.masked for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """Return a SHA-256 of everything that decides which tokens sample i holds."""
+        return self._sha256([part.digest for part in self.parts])
+
+    @property
+    def corpus(self) -> str:
+        """Return the same without the seed."""
+        return FULL_DIGEST + self._sha256([part.corpus for part in self.parts])
+
+    @property
+    def sketch(self) -> str:
+        """Return the same of the parts' sketches."""
+        return self._sha256([part.sketch for part in self.parts])
+
+    def _sha256(self, hashes: list[str]) -> str:
+        return hashlib.sha256(json.dumps(self.facts(hashes)).encode()).hexdigest()
+
+    def sample(self, i: int) -> np.ndarray:
+        """Return the tokens of sample i, int64 [seq_length + 1]."""
+        part, inner = self.locate(i)
+        return self.parts[part].sample(inner)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
+        part, inner = self.locate(i)
+        return self.parts[part].loss_mask(inner)
+
+    def origin(self, i: int) -> tuple[int, int, int]:
+        """Return (part, document, offset) of the first token of sample i."""
+        part, inner = self.locate(i)
+        return part, *self.parts[part].origin(inner)[1:]
+
+    def describe(self, i: int) -> str:
+        """Return where sample i comes from, as text for an error message."""
+        part, inner = self.locate(i)
+        return self.parts[part].describe(inner)
+
+    def under_way(self) -> str:
+        """Return where a read is under way, or ""."""
+        return next(filter(None, (part.under_way() for part in self.parts)), "")

@@ -10,16 +10,15 @@ core/datasets/gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_build
 """
 
 import ctypes
-import hashlib
-import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from training.data.blend import Blend
 from training.data.cache import IndexCache
-from training.data.dataset import FULL_DIGEST, DataError
+from training.data.dataset import DataError
 from training.data.gpt import CACHE_FROM, Epoch, GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loss_mask import LossMask
@@ -145,26 +144,10 @@ class MegatronBlend(Blend):
                     f"{most}, as Megatron-LM refuses too"
                 )
 
-    @property
-    def digest(self) -> str:
-        """Return a SHA-256 of the weights and of every dataset."""
-        return self._sha256([dataset.digest for dataset in self.datasets])
+    def facts(self, hashes: list[str]) -> Any:
+        return ["megatron", self.weights, self._exhaustive, hashes]
 
-    @property
-    def corpus(self) -> str:
-        """Return a SHA-256 of the weights and of every dataset, without the seed."""
-        return FULL_DIGEST + self._sha256([dataset.corpus for dataset in self.datasets])
-
-    @property
-    def sketch(self) -> str:
-        """Return the same of the datasets' sketches."""
-        return self._sha256([dataset.sketch for dataset in self.datasets])
-
-    def _sha256(self, digests: list[str]) -> str:
-        facts = ["megatron", self.weights, self._exhaustive, digests]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_all(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, for int64 [n] sample numbers, the dataset of each and the number within it."""
         if len(samples) and int(samples.max()) >= self.samples:
             raise DataError(

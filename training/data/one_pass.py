@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read every token of some splits once, in the order of the files: --full-validation."""
 
-import hashlib
-import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from training.data.batch import PAD
-from training.data.dataset import FULL_DIGEST
+from training.data.dataset import Composed
 from training.data.gpt import GPTDataset
 
 
-class OnePass:
+class OnePass(Composed):
     """The samples of several files one after another, each token but a file's first a label once.
 
     A file of T tokens has ceil((T - 1) / seq_length) samples. Sample i of it holds tokens i * s to
@@ -21,62 +20,41 @@ class OnePass:
     """
 
     def __init__(self, files: Sequence[GPTDataset]) -> None:
-        self.files = [file for file in files if file.tokens > 1]
+        self.parts: list[GPTDataset] = [file for file in files if file.tokens > 1]
         self.seq_length = files[0].seq_length
-        self.masked = any(file.masked for file in self.files)
-        counts = [-(-(file.tokens - 1) // self.seq_length) for file in self.files]
+        counts = [-(-(file.tokens - 1) // self.seq_length) for file in self.parts]
         self._ends = np.cumsum(counts, dtype=np.int64)
-        self.length: int | None = int(sum(counts))
+        self.length = int(sum(counts))
 
-    @property
-    def digest(self) -> str:
-        """Return a SHA-256 of everything that decides which tokens sample i holds."""
-        return self._sha256([file.digest for file in self.files])
+    def facts(self, hashes: list[str]) -> Any:
+        return ["one pass", *hashes]
 
-    @property
-    def corpus(self) -> str:
-        """Return the same without the seed."""
-        return FULL_DIGEST + self._sha256([file.corpus for file in self.files])
-
-    @property
-    def sketch(self) -> str:
-        """Return the same of the files' sketches."""
-        return self._sha256([file.sketch for file in self.files])
+    def locate(self, i: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, i, side="right"))
+        return file, i - (int(self._ends[file - 1]) if file else 0)
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]; PAD after the end of a file."""
         assert self.length is not None
         if i >= self.length:
             return np.full(self.seq_length + 1, PAD, np.int64)
-        file, inner = self._locate(i)
-        return self.files[file].in_order(inner)
+        file, inner = self.locate(i)
+        return self.parts[file].in_order(inner)
 
     def loss_mask(self, i: int) -> np.ndarray:
         """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
         assert self.length is not None
         if i >= self.length:
             return np.zeros(self.seq_length + 1, bool)
-        file, inner = self._locate(i)
-        return self.files[file].loss_mask_in_order(inner)
+        file, inner = self.locate(i)
+        return self.parts[file].loss_mask_in_order(inner)
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (file, document, offset) of the first token of sample i."""
-        file, inner = self._locate(i)
-        return file, *self.files[file].place_in_order(inner)
+        file, inner = self.locate(i)
+        return file, *self.parts[file].place_in_order(inner)
 
     def describe(self, i: int) -> str:
         """Return where sample i comes from, as text for an error message."""
         file, document, offset = self.origin(i)
-        return f"{self.files[file].name}: document {document}, from token {offset} on"
-
-    def under_way(self) -> str:
-        """Return where a read is under way, or ""."""
-        return next(filter(None, (file.under_way() for file in self.files)), "")
-
-    def _locate(self, i: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, i, side="right"))
-        return file, i - (int(self._ends[file - 1]) if file else 0)
-
-    @staticmethod
-    def _sha256(digests: list[str]) -> str:
-        return hashlib.sha256(json.dumps(["one pass", *digests]).encode()).hexdigest()
+        return f"{self.parts[file].name}: document {document}, from token {offset} on"

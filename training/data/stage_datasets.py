@@ -7,49 +7,28 @@ at the first sample after as many tokens as were read of it; that epoch is then 
 of it may be read twice and an equally large part not at all.
 """
 
-import hashlib
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from training.data.blend import Blend
-from training.data.dataset import FULL_DIGEST, Dataset
+from training.data.dataset import FULL_DIGEST, Composed, Dataset
 from training.data.gpt import GPTDataset
 from training.settings.config import Stage
 from training.settings.stages import stage_at
 
 
-class DatasetFrom:
+class DatasetFrom(Composed):
     """A data set from sample `first` on."""
 
-    length = None
-
     def __init__(self, dataset: GPTDataset, first: int) -> None:
-        self.dataset, self.first = dataset, first
-        self.seq_length, self.masked = dataset.seq_length, dataset.masked
-        self.digest, self.corpus, self.sketch = dataset.digest, dataset.corpus, dataset.sketch
+        self.parts, self.first, self.seq_length = [dataset], first, dataset.seq_length
 
-    def sample(self, i: int) -> np.ndarray:
-        """Return the tokens of sample i, int64 [seq_length + 1]."""
-        return self.dataset.sample(self.first + i)
+    def facts(self, hashes: list[str]) -> Any:
+        return ["from", self.first, *hashes]
 
-    def loss_mask(self, i: int) -> np.ndarray:
-        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
-        return self.dataset.loss_mask(self.first + i)
-
-    def origin(self, i: int) -> tuple[int, int, int]:
-        """Return (0, document, offset) of the first token of sample i."""
-        return self.dataset.origin(self.first + i)
-
-    def describe(self, i: int) -> str:
-        """Return where sample i comes from, as text for an error message."""
-        return self.dataset.describe(self.first + i)
-
-    def under_way(self) -> str:
-        """Return where a read is under way, or ""."""
-        return self.dataset.under_way()
+    def locate(self, i: int) -> tuple[int, int]:
+        return 0, self.first + i
 
 
 @dataclass(frozen=True)
@@ -61,13 +40,11 @@ class StageData:
     keys: Sequence[Hashable]
 
 
-class Staged:
+class Staged(Composed):
     """The endless samples of a run, stage after stage; those of a stage are a blend.
 
     starts[i]: for each data set of stage i the sample at which it goes on.
     """
-
-    length = None
 
     def __init__(self, stages: Sequence[Stage], data: Sequence[StageData], current: int) -> None:
         self.stages, self.seq_length = stages, stages[current].length
@@ -75,7 +52,7 @@ class Staged:
         numbers: dict[Hashable, int] = {}  # of the data sets, over all stages
         self._numbers: list[list[int]] = []
         self.starts: list[list[int]] = []
-        self.blends: list[Dataset] = []
+        self.parts: list[Dataset] = []
         self.corpora: list[str] = []  # of the stages, whichever stages were before
         self._digests: list[str] = []
         for i, (stage, part) in enumerate(zip(stages, data, strict=True)):
@@ -91,53 +68,35 @@ class Staged:
                     read[key] = (start + count) * stage.length if count else read.get(key, 0)
             self._numbers.append([numbers.setdefault(key, len(numbers)) for key in part.keys])
             self.starts.append(starts)
-            self.blends.append(blend)
-        self.masked = any(each.masked for each in self.blends)
+            self.parts.append(blend)
+
+    def facts(self, hashes: list[str]) -> Any:
+        stages = zip(self.stages, hashes, strict=True)
+        return ["stages", *([stage.first_sample, found] for stage, found in stages)]
 
     @property
     def digest(self) -> str:
         """Return a SHA-256 of everything that decides which tokens sample i holds."""
-        facts = [[s.first_sample, d] for s, d in zip(self.stages, self._digests, strict=True)]
-        return hashlib.sha256(json.dumps(["stages", *facts]).encode()).hexdigest()
+        return self._sha256(self._digests)
 
     @property
     def corpus(self) -> str:
         """Return the same without the seed."""
-        facts = [[s.first_sample, c] for s, c in zip(self.stages, self.corpora, strict=True)]
-        return FULL_DIGEST + hashlib.sha256(json.dumps(["stages", *facts]).encode()).hexdigest()
+        return FULL_DIGEST + self._sha256(self.corpora)
 
     @property
     def sketch(self) -> str:
         """Return the corpus: older checkpoints have no stages."""
         return self.corpus
 
-    def sample(self, i: int) -> np.ndarray:
-        """Return the tokens of sample i, int64 [length of its stage + 1]."""
-        stage, inner = self._locate(i)
-        return self.blends[stage].sample(inner)
-
-    def loss_mask(self, i: int) -> np.ndarray:
-        """Return for each token of sample i whether it counts in the loss: bool."""
-        stage, inner = self._locate(i)
-        return self.blends[stage].loss_mask(inner)
-
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (dataset, document, offset) of the first token of sample i; data sets are counted
         over all stages.
         """
-        stage, inner = self._locate(i)
-        dataset, *place = self.blends[stage].origin(inner)
+        stage, inner = self.locate(i)
+        dataset, *place = self.parts[stage].origin(inner)
         return self._numbers[stage][dataset], place[0], place[1]
 
-    def describe(self, i: int) -> str:
-        """Return where sample i comes from, as text for an error message."""
-        stage, inner = self._locate(i)
-        return self.blends[stage].describe(inner)
-
-    def under_way(self) -> str:
-        """Return where a read is under way, or ""."""
-        return next(filter(None, (blend.under_way() for blend in self.blends)), "")
-
-    def _locate(self, i: int) -> tuple[int, int]:
+    def locate(self, i: int) -> tuple[int, int]:
         stage = stage_at(self.stages, i)
         return stage, i - self.stages[stage].first_sample

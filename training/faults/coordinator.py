@@ -15,7 +15,7 @@ from typing import Any
 
 from training.faults import messages
 from training.faults.activity import say
-from training.faults.hang_detector import HangDetector, named
+from training.faults.hang_detector import HangDetector
 from training.faults.store import spans
 from training.faults.wire import HELLO, LIMIT, Connection, Fields
 
@@ -279,7 +279,7 @@ class Coordinator(threading.Thread):
         """
         far = [m for m in self.members.values() if m.address == address and not m.left]
         if far and all(member.last - m.last < self.silence / 2 for m in far):
-            both = f"{named([member.rank])} and {named(sorted(m.rank for m in far))}"
+            both = f"{spans([member.rank])} and {spans(sorted(m.rank for m in far))}"
             why = f"no heartbeat from {address} for {seconds:.0f} s: {both} lost contact"
             self.decide(Cause(member.rank, member.action, f"{why} (cut off by the network)"))
 
@@ -296,7 +296,7 @@ class Coordinator(threading.Thread):
         silent = [m for m in members if now - m.last > patience[m.rank]]
         if silent and self.decided is None:
             also = sorted(m.rank for m in members if now - m.last > 0.75 * patience[m.rank])
-            what = f"rank 0 and {named(also)} lost contact {LOST_CONTACT}"
+            what = f"rank 0 and {spans(also)} lost contact {LOST_CONTACT}"
             what, address = self.detector.why_silent(silent[0].rank, what)
             self._lose(silent[0], f"no heartbeat for {now - silent[0].last:.0f} s: {what}", address)
         for member in members:
@@ -308,7 +308,7 @@ class Coordinator(threading.Thread):
         absent = set(range(self.world)) - self.members.keys()
         if absent and now - self.begun > JOIN:
             why = "did not join the failure channel (dead, or with a different WEFT_SECRET)"
-            self.decide(Cause(min(absent), "start-up", f"{named(sorted(absent))} {why}"))
+            self.decide(Cause(min(absent), "start-up", f"{spans(sorted(absent))} {why}"))
         for due, cause in self.weak:
             if now > due:
                 self.decide(self._behind(cause, members, now))
@@ -338,7 +338,8 @@ class Coordinator(threading.Thread):
         lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
         if cause.rank not in lost or len(lost) == 1:
             return ""
-        who = " and ".join(f"rank {r}" for r in sorted(lost)) if len(lost) < 4 else named([*lost])
+        few = " and ".join(f"rank {rank}" for rank in sorted(lost))
+        who = few if len(lost) < 4 else spans(sorted(lost))
         return f"; {who} lost contact (a connection broke while all processes were alive)"
 
     def decide(self, cause: Cause) -> None:

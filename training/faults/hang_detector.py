@@ -235,9 +235,7 @@ def _end_of_chain(still: Sequence[Status], ranks: dict[int, Status]) -> list[Sta
 def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
     first, inside = group[0], {s.rank for s in group}
     everyone = len(group) == len(ranks) > 1
-    subject = (
-        f"{named(sorted(inside))}, which is every rank," if everyone else named(sorted(inside))
-    )
+    subject = spans(sorted(inside)) + ", which is every rank," * everyone
     verb = "hangs" if len(group) == 1 else "hang"
     limit = f" (limit {first.limit:.0f} s)" if first.limit is not None else ""
     phase = f" in the phase {first.phase}:" if first.phase else ""
@@ -246,7 +244,7 @@ def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
     if waiting:
         one = waiting[0]
         verb = "waits" if len(waiting) == 1 else "wait"
-        words += f"; {named([s.rank for s in waiting])} {verb} in {_of(one.wait)}"
+        words += f"; {spans(sorted(s.rank for s in waiting))} {verb} in {_of(one.wait)}"
     return words
 
 
@@ -256,14 +254,14 @@ def where(status: Status, ranks: Sequence[Status] = ()) -> str:
     if status.wait is None:
         return WHERE.get(status.kind, "computing") + line
     absent = missing(status, {s.rank: s for s in ranks})
-    who = named([s.rank for s in absent]) if absent else ""
+    who = spans(sorted(s.rank for s in absent)) if absent else ""
     why = (
         f"to which {who} never came"
         if absent
         else "which every rank has entered and which does not end"
     )
     if status.wait.number == 0:
-        why = f"which has not come from {who or named(list(status.wait.peers))}"
+        why = f"which has not come from {who or spans(sorted(status.wait.peers))}"
     return f"in {_of(status.wait)}, {why},{line}"
 
 
@@ -294,15 +292,6 @@ def silence(place: dict[str, Any], otherwise: str) -> str:
     else:
         return otherwise
     return f"{why} at {lines[0]}" if lines else why
-
-
-def named(ranks: list[int]) -> str:
-    """Return "rank 3", "ranks 0 and 1", or "ranks 0, 1, 2 and 5 more"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f"{len(ranks) - 3} more" if len(ranks) > 3 else str(ranks[-1])
-    shown = ranks[:3] if len(ranks) > 3 else ranks[:-1]
-    return f"ranks {', '.join(map(str, shown))} and {more}"
 
 
 def watch_alone(

@@ -6,7 +6,8 @@ Text that came over the wire has no control characters left: it may be printed.
 
 from typing import Any, NamedTuple
 
-from training.faults.wire import Connection, printable
+from training.faults.wire import PRINTED, Connection
+from training.files.untrusted import printable
 
 FORMAT: dict[str, dict[str, type]] = {
     "beat": {"action": str},  # of a rank
@@ -36,8 +37,8 @@ def send(connection: Connection, kind: str, **fields: Any) -> None:
     names = FORMAT[kind]
     assert fields.keys() == names.keys(), f"{kind} has {sorted(names)}, not {sorted(fields)}"
     if connection.waiting() < QUEUE:
-        values = {n: printable(v) if isinstance(v, str) else v for n, v in fields.items()}
-        connection.send({"kind": kind, **values})
+        texts = {n: printable(v, most=PRINTED) for n, v in fields.items() if isinstance(v, str)}
+        connection.send({"kind": kind, **fields, **texts})
 
 
 def checked(received: dict[str, Any]) -> Message:
@@ -50,7 +51,7 @@ def checked(received: dict[str, Any]) -> Message:
     for name, of in names.items():
         value = received[name]
         if of is str and isinstance(value, str):
-            fields[name] = printable(value)
+            fields[name] = printable(value, most=PRINTED)
         elif of is not str and type(value) in (int, of) and abs(value) < LARGEST:
             fields[name] = of(value)
         else:

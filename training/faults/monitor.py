@@ -41,6 +41,7 @@ from training.faults.links import Links
 from training.faults.messages import Message
 from training.faults.process import Process
 from training.faults.store import await_key
+from training.files.untrusted import printable
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
@@ -346,7 +347,7 @@ class FailureMonitor:
             why, wait = "stopped by Ctrl-C", SIGNAL_WAIT
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):
             why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
-        why = wire.printable(why)
+        why = printable(why, most=wire.PRINTED)
         if not isinstance(error, CommunicationError):
             self._own = why
         self._failed.set()

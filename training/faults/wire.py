@@ -22,6 +22,8 @@ import threading
 import time
 from typing import Any
 
+from training.files.untrusted import printable
+
 HEAD = struct.Struct("!I")  # bytes of a frame's text
 HELLO, LIMIT = 1 << 10, 1 << 20  # bytes of a hello's text, and of any text, at most
 READ = 1 << 16  # bytes read at a time
@@ -32,14 +34,6 @@ Fields = dict[str, Any]
 
 class Refused(ConnectionError):
     """The coordinator does not take this rank: trying again does not help."""
-
-
-def printable(text: str) -> str:
-    """Return text, cut to PRINTED characters, with control characters written as escapes."""
-    cut = text if len(text) <= PRINTED else text[: PRINTED - 3] + "..."
-    if cut.isprintable():
-        return cut
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def secret_of(run: bytes, salt: str) -> str:
@@ -155,7 +149,7 @@ def join(
             raise ConnectionError("it closed the connection: it may be busy")
         first = messages.pop(0)
         if "refused" in first:
-            raise Refused(printable(str(first["refused"])))
+            raise Refused(printable(str(first["refused"]), most=PRINTED))
         if "welcome" not in first:
             raise ConnectionError("the listener there is not Weft's")
     except BaseException:

@@ -263,11 +263,13 @@ def owner_only() -> Iterator[None]:
         os.umask(before)
 
 
-def printable(text: str, lines: bool = False) -> str:
+def printable(text: str, lines: bool = False, most: int | None = None) -> str:
     """Return text with every character that a terminal might obey written out, as in \\x1b.
 
-    lines: keep line ends.
+    lines: keep line ends. most: characters of `text`; a longer one is cut, and ends in "...".
     """
+    if most is not None and len(text) > most:
+        text = text[: most - 3] + "..."
     if text.isprintable():
         return text
     keep = "\n" if lines else ""

@@ -167,7 +167,7 @@ def accept(found: Sorted) -> None:
     """
     for use in found.accepted:
         if stray := _accept(known_flags()[use.name], use.values, found.notes):
-            refuse_strays(stray)
+            refuse_strays(stray, found.accepted)
 
 
 def _accept(flag: Flag, values: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
@@ -366,8 +366,10 @@ def _refuse_unknown(unknown: Sequence[Use]) -> None:
     )
 
 
-def refuse_strays(stray: Sequence[str]) -> None:
-    """Raise UsageError for words that belong to no flag: what their writer may have meant."""
+def refuse_strays(stray: Sequence[str], uses: Sequence[Use] = ()) -> None:
+    """Raise UsageError for words that belong to no flag: what their writer may have meant, or how
+    many values the flag takes that they follow. uses: the flags of the command line.
+    """
     first = stray[0]
     if SETTINGS_FILE.fullmatch(first):
         raise UsageError(f"{first}: a configuration file is not read: give its settings as flags")
@@ -375,6 +377,14 @@ def refuse_strays(stray: Sequence[str]) -> None:
     flags = [words for words, _ in meant if words]
     reasons = [reason for _, reason in meant if reason]
     text = f"{first}: a value that belongs to no flag"
+    for use in uses:
+        flag = known_flags().get(use.name)
+        takes = 0 if flag and flag.rule.nargs == 0 else 1
+        if flag and first in use.values[takes:] and not meant:
+            text = f"{use.name}: a switch takes no value, not {first!r}"
+            if takes:
+                given = " ".join(use.values[:3]) + " ..." * (len(use.values) > 3)
+                text = f"{use.name} {given}: must be one value"
     if meant or re.match(r"-\D|[\u2013\u2014]", first):
         text += "; flags begin with --" + f": {' '.join(flags)}" * bool(flags)
     raise UsageError("; ".join([text, *reasons]))

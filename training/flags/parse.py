@@ -198,7 +198,7 @@ def _read_ours(
     except argparse.ArgumentError as error:  # a fork's own type may raise it
         raise UsageError(str(error)) from None
     if stray:
-        foreign.refuse_strays(stray)
+        foreign.refuse_strays(stray, foreign.uses_of(words))
     given, own = dict[str, Any](), dict[str, Any]()
     for name, text in vars(found).items():
         flag = live_flags().get(name)

@@ -2,7 +2,7 @@
 """Write numbers, tables and the line of a step for a terminal."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 WIDTH = 100  # columns of a step's line
@@ -17,10 +17,12 @@ def in_units(value: float) -> str:
     return f"{value:.4g} TB"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of a table with their columns aligned to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Return rows of a table with aligned columns: to the right, those in `left` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    signs = ["<" if i in left else ">" for i in range(len(widths))]
+    line = "  ".join(f"{{:{sign}{width}}}" for sign, width in zip(signs, widths, strict=True))
+    return [line.format(*row).rstrip() for row in rows]
 
 
 def step_line(record: dict[str, Any], total: int, left: float) -> str:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from training.run.text import in_units
+
 AFTER, MOST = 5.0, 300.0  # seconds to the first line, and at most between lines that a file keeps
 LIVE = 1.0  # seconds between two changes of a terminal's line
 
@@ -38,7 +40,7 @@ class Progress:
             return self._part
         done, total = self._done, self._total
         if self._unit == "B":
-            count = f"{_bytes(done)} of {_bytes(total)}"
+            count = f"{in_units(done)} of {in_units(total)}"
         else:
             count = f"{done:,} of {total:,}{self._unit and f' {self._unit}'}"
         passed = time.monotonic() - self._began
@@ -61,13 +63,6 @@ def duration(seconds: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def _bytes(count: float) -> str:
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 @contextmanager

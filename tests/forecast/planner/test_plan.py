@@ -40,8 +40,20 @@ ARGV = [UNTIED, "2x8xh100", "--seq-length", "1024", "--top", "1"]
 
 
 @pytest.fixture(scope="module")
-def plans() -> Plans:
-    return plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(2), {"seq-length": 1024})
+def searched() -> tuple[Plans, list[str]]:
+    """Return the plans of a small model, and the lines of progress of their search."""
+    progress, lines = Progress(), []
+    asked: plan.Question = {"seq-length": 1024}
+    found = plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(2), asked, progress=progress)
+    lines.append(str(progress))
+    list(found.chosen(1))
+    lines.append(str(progress))
+    return found, lines
+
+
+@pytest.fixture(scope="module")
+def plans(searched: tuple[Plans, list[str]]) -> Plans:
+    return searched[0]
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +84,10 @@ def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
             read_cluster(name)
 
 
-def test_a_long_search_says_how_far_it_is() -> None:
-    progress = Progress()
-    few = plan.plans_of(
-        UNTIED, read_cluster("h100_8_nodes").of(1), {"seq-length": 1024}, progress=progress
-    )
-    assert re.fullmatch(r"computing the times of [\d,]+ layouts", str(progress))
-    assert len(list(few.chosen(2))) == 2
-    assert str(progress) == "computing the memory of the fastest layouts: 2 of 2 layouts"
+def test_a_long_search_says_how_far_it_is(searched: tuple[Plans, list[str]]) -> None:
+    times, memory = searched[1]
+    assert re.fullmatch(r"computing the times of [\d,]+ layouts", times)
+    assert memory == "computing the memory of the fastest layouts: 1 of 1 layouts"
 
 
 def agree(chosen: Sequence[Recorded]) -> None:

@@ -74,9 +74,9 @@ def serve() -> None:
     """Answer until the input ends."""
     guard.load()
     from forecast.rehearsal import main  # noqa: F401  # once, for all processes
-    from mpu.torch_private import fake_tensors
+    from forecast.rehearsal.fakes import fake_tensor_mode
 
-    fake_tensors().FakeTensorMode()  # whose first one imports much
+    fake_tensor_mode()  # whose first one imports much
     gc.freeze()
     for line in sys.stdin:
         if not os.fork():

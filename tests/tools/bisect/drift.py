@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.tools.bisect.planted import BASE, CP, TP  # noqa: E402
-from tools.bisect.compare import allowed  # noqa: E402
 from tools.bisect.lines import Lines, different_sketches, first_step, read  # noqa: E402
 from tools.bisect.ranks import ROOT, Program, run  # noqa: E402
+from tools.compare.first_difference import allowed  # noqa: E402
 
 PAIRS = {"tp2": (TP, 2), "dp2": ("", 2), "cp2": (CP, 2), "micro": ("--micro-batch-size 1", 1)}
 SHOWN = (2, 3, 4, 6, 8, 12, 16, 20, 30, 50, 100)

@@ -166,6 +166,51 @@ def learning_rate(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[A
     yield batches, lr * plant["factor"]
 
 
+@stepped("positions")
+def positions(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Count the positions of the second half of one row from 0 again, as of another document."""
+    for i, batch in enumerate(batches):
+        row = run.consumed + plant["row"] - batch.first_sample
+        if 0 <= row < len(batch.tokens):
+            length = batch.tokens.shape[1]
+            ids = torch.arange(length).repeat(len(batch.tokens), 1)
+            ids[row, length // 2 :] -= length // 2
+            batches[i] = replace(batch, position_ids=ids)
+    yield batches, lr
+
+
+@stepped("exchanged moments")
+def exchanged_moments(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Let two weights of one shape have each other's moments."""
+    kinds = ((name, kind, values) for name, kind, _, values in run.optimizer.named_state())
+    one, two = (values for name, kind, values in kinds if kind == plant["kind"]
+                and name in plant["names"])  # fmt: skip
+    was = one.clone()
+    one.copy_(two)
+    two.copy_(was)
+    yield batches, lr
+
+
+@stepped("lost update")
+def lost_update(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Undo the update of one weight."""
+    update = run.optimizer.step
+    kinds = (lambda b, i: b.param_shard, lambda b, i: run.optimizer.masters[i])
+
+    def step(*given: Any) -> Any:
+        held = [part_of(run, plant["name"], flats) for flats in kinds]
+        before = [None if x is None else x.detach().clone() for x in held]
+        done = update(*given)
+        for x, was in zip(held, before, strict=True):
+            if x is not None:
+                x.detach().copy_(was)
+        return done
+
+    run.optimizer.step = step
+    yield batches, lr
+    del run.optimizer.step
+
+
 @stepped("decay")
 def decay(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
     groups = [g for some in run.optimizer.updaters for u in some for g in u.groups]
@@ -185,6 +230,7 @@ def module(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
         yield batches, lr
         return
     module, how, kind = found[plant["name"]], plant["how"], Tensor
+    calls: list[int] = []
     forward, random = module.forward, torch.Generator().manual_seed(plant.get("seed", 1))
 
     def changed(x: Tensor) -> Tensor:
@@ -199,6 +245,19 @@ def module(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
             return torch.cat([x[:1], x[:-1]])
         if how == "noise":
             return x + plant["factor"] * torch.randn(x.shape, generator=random, dtype=x.dtype)
+        if how == "roll":
+            return x.roll(1, -1)
+        if how == "clamp":
+            return x.clamp(-plant["factor"], plant["factor"])
+        if how == "not a number":
+            mark = torch.zeros_like(x)
+            mark[(1, 0, 5)[: x.dim()]] = torch.nan
+            return x + mark
+        if how == "first backward":
+            calls.append(1)
+            if len(calls) == 1:
+                x.register_hook(torch.zeros_like)
+            return x
         if how == "detach":
             return x.detach()
         if how == "backward":
@@ -208,6 +267,8 @@ def module(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
 
     def other(*args: Any, **more: Any) -> Any:
         out = forward(*args, **more)
+        if how == "no residual":
+            return out - args[0]
         return changed(out) if isinstance(out, kind) else (changed(out[0]), *out[1:])
 
     module.forward = other  # type: ignore[method-assign]
@@ -287,10 +348,10 @@ def lost_state(plant: Plant) -> None:
 
     def changed(self: Any) -> Any:
         found = begin(self)
-        for _, kind, _, values in self.optimizer.named_state():
+        for _, kind, _, values in self.saved.optimizer.named_state():
             if kind == plant.get("kind"):
                 values.zero_()
-        for updater in (u for some in self.optimizer.updaters for u in some):
+        for updater in (u for some in self.saved.optimizer.updaters for u in some):
             if "count" in plant:
                 updater.set_steps(updater.steps + plant["count"])
         return found
@@ -442,15 +503,15 @@ def loaded(plant: Plant) -> None:
 
     def changed(self: Any) -> Any:
         found = begin(self)
-        for i, bucket in enumerate(self.optimizer.sink.buckets):
+        for i, bucket in enumerate(self.saved.optimizer.sink.buckets):
             for name, low, high, _ in bucket.owned():
                 part = slice(low - bucket.low, high - bucket.low)
                 if name == plant["name"]:
-                    flats = (bucket.param_shard, self.optimizer.masters[i])
+                    flats = (bucket.param_shard, self.saved.optimizer.masters[i])
                     for flat in {t.data_ptr(): t for t in flats}.values():
                         x = flat.detach()[part]
                         x.copy_(how(plant, x))
-        self.optimizer.sink.gather_weights()
+        self.saved.optimizer.sink.gather_weights()
         return found
 
     pretrain_llama.Saver.begin = changed  # type: ignore[method-assign]
@@ -459,6 +520,8 @@ def loaded(plant: Plant) -> None:
 def how(plant: Plant, x: Tensor) -> Tensor:
     if plant["how"] == "round":
         return x.bfloat16().to(x.dtype)
+    if plant["how"] == "transpose":
+        return x.view(plant["rows"], -1).t().flatten()
     if plant["how"] == "zero":
         return torch.zeros_like(x)
     if plant["how"] == "draw":

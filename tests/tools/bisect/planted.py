@@ -4,6 +4,7 @@
     python tests/tools/bisect/planted.py                 all of them, a row each
     python tests/tools/bisect/planted.py "flip" "lr"     those whose names have one of these words
     python tests/tools/bisect/planted.py held-out        HELD_OUT, of other places and models
+    python tests/tools/bisect/planted.py further         FURTHER, of other kinds
 
 Each has the step at which it first shows, and a text that the sentence must have: the module, the
 tensor or the number where it was planted. EQUAL are pairs in which nothing may be named.
@@ -310,6 +311,45 @@ HELD_OUT: dict[str, Planted] = {
         {"what": "learning rate", "factor": 1.001, "step": 4}, (2, 2)),
 }  # fmt: skip
 
+# Of kinds that stand in neither list, written before they were run.
+FURTHER: dict[str, Planted] = {
+    "an attention's window": _held(
+        "attention", 3, r"the input of layers\.1\.attention\.proj .*only at .*positions 8 to 15",
+        what="attribute", name="layers.1.attention", field="window", value=8, step=3),
+    "features rolled": _held(
+        "another order", 2, r"the output of layers\.0\.attention\.qkv .*in another order",
+        what="module", name="layers.0.attention.qkv", how="roll", step=2),
+    "one value not finite": _held(
+        "not finite", 3, r"the output of layers\.2\.mlp \(MLP\).*4 of \d+ values are not finite",
+        what="module", name="layers.2.mlp", how="not a number", step=3),
+    "a clamp": _held(
+        "saturation", 4, r"the output of layers\.1\.mlp \(MLP\)", what="module",
+        name="layers.1.mlp", how="clamp", factor=0.01, step=4),
+    "a sign": _held(
+        "function", 3, r"the output of layers\.3\.attention\.proj .*-1 times the other", TP, 2,
+        what="module", name="layers.3.attention.proj", how="scale", factor=-1.0, step=3),
+    "positions from 0 again": _held(
+        "positions", 4, r"the batch \(position_ids\).*8 tokens of sample 29", what="positions",
+        row=5, step=4),
+    "the backward of one micro-batch": _held(
+        "accumulation", 3, r"in backward, the gradient of the output of layers\.1\.mlp "
+        r".*zero in 2 of 8 rows", what="module", name="layers.1.mlp", how="first backward",
+        step=3),
+    "moments exchanged": _held(
+        "resume", 4, r"optimizer's exp_avg of .*mlp\.down_proj.* before the step", "", 2,
+        what="exchanged moments", kind="exp_avg", step=4,
+        names=["layers.0.mlp.down.weight", "layers.2.mlp.down.weight"]),
+    "a weight transposed": _held(
+        "loaded tensor", 1, r"layers\.2\.self_attn\.o_proj.*before the step.*in another order",
+        what="loaded", name="layers.2.attention.proj.weight", how="transpose", rows=32),
+    "a residual left out": _held(
+        "function", 2, r"the output of layers\.1 \(Block\)", PP, 2, what="module",
+        name="layers.1", how="no residual", step=2),
+    "a lost update": _held(
+        "update", 3, r"the update, .*layers\.1\.self_attn\.o_proj.*does not change it",
+        "--zero-stage 1", 2, what="lost update", name="layers.1.attention.proj.weight", step=3),
+}  # fmt: skip
+
 
 class Equal(NamedTuple):
     """A pair that is equal: B's flags and ranks beside those of A."""
@@ -385,7 +425,7 @@ class Bench:
 
     def planted(self, name: str) -> Result:
         """Bisect a planted difference."""
-        case, began = {**PLANTED, **HELD_OUT}[name], time.monotonic()
+        case, began = {**PLANTED, **HELD_OUT, **FURTHER}[name], time.monotonic()
         base = self.baseline(case.base, case.ranks[0])
         flags = flags_of(f"{case.base} {case.more}")
         if case.kind == "resume":
@@ -437,12 +477,12 @@ def results(words: list[str]) -> Iterator[tuple[str, str, Result]]:
     """Yield (kind, name, result) of the pairs whose names have one of the words, or of all."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         bench = Bench(Path(folder))
-        held = words[:1] == ["held-out"]
-        words = words[1:] if held else words
-        for name, case in (HELD_OUT if held else PLANTED).items():
+        others = {"held-out": HELD_OUT, "further": FURTHER}.get(words[0] if words else "")
+        words = words if others is None else words[1:]
+        for name, case in (PLANTED if others is None else others).items():
             if not words or any(word in name for word in words):
                 yield case.kind, name, tried(bench.planted, name)
-        for name in () if held else EQUAL:
+        for name in EQUAL if others is None else ():
             if not words or any(word in f"equal {name}" for word in words):
                 yield "equal", name, tried(bench.equal, name)
 

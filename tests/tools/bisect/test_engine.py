@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from tools.bisect.compare import Allowed, allowed, compare
-from tools.bisect.side import Key, Side
-from tools.bisect.verdict import verdict_of
+from tools.compare.first_difference import Allowed, allowed, compare
+from tools.compare.join import Key, Side
+from tools.compare.verdict import verdict_of
 
 S, B, H, V = 8, 3, 6, 10
 EXACT, LOOSE = Allowed(True), Allowed(False)
@@ -21,7 +21,7 @@ GRADIENT = torch.randn(12, H, generator=GENERATOR, dtype=torch.float64)
 
 
 class Record:
-    """Writes one rank's record as tools/bisect/record.py does."""
+    """Writes one rank's record as training/run/watch/recorder.py does."""
 
     def __init__(self, folder, rank=0, sp=False, **axes):
         folder.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def test_a_tensor_is_joined_from_what_the_layer_states(tmp_path):
         tmp_path / "free", lambda record, rank: record.activation("qkv", each[rank][..., :6])
     )
     like = (B, S, 12)
-    assert free.activation(key, like).cut == "a part of the features"  # by the other side's shape
+    assert free.activation(key, like).values.shape == like  # cut, by the other side's shape
 
 
 def test_tokens_of_context_ranks_and_of_micro_batches_come_to_their_places(tmp_path):

@@ -11,10 +11,10 @@ import pytest
 
 from tests.tools.bisect import planted as cases
 from tools import bisect_runs
-from tools.bisect.compare import Allowed
 from tools.bisect.lines import Lines, first_step, read
 from tools.bisect.recorded import _kept
 from tools.bisect.sides import named, without
+from tools.compare.first_difference import Allowed
 
 ROOT = Path(__file__).resolve().parents[3]
 FOUND = re.compile(r"(\d+) of (\d+) differences of (\d+) kinds: step and operation right")
@@ -36,7 +36,7 @@ def test_a_planted_difference_is_named():
 
 
 def test_what_a_planted_edit_changes_is_in_its_file():
-    for name, case in (cases.PLANTED | cases.HELD_OUT).items():
+    for name, case in (cases.PLANTED | cases.HELD_OUT | cases.FURTHER).items():
         file, old, _ = case.edit
         assert not file or (ROOT / file).read_text().count(old) == 1, name
 
@@ -54,6 +54,12 @@ def test_planted_differences_are_named_and_nothing_is_in_equal_pairs():
 def test_differences_of_other_places_and_models_are_named():
     right, count, _ = map(int, FOUND.search(out := planted("held-out")).groups())
     assert count >= 25 and right >= 0.9 * count, out
+
+
+@pytest.mark.prove
+def test_differences_of_further_kinds_are_named():
+    right, count, _ = map(int, FOUND.search(out := planted("further")).groups())
+    assert right == count >= 11, out
 
 
 def drifting(gradient, weight):
@@ -108,6 +114,11 @@ def test_what_cannot_be_told_is_said(tmp_path):
     assert "step 2 is the first that differs, in its loss; flags that differ: data_digest" in (
         found.sentence)  # fmt: skip
     assert "A cannot be run again: its command line is not recorded there" in found.sentence
+
+
+def test_a_flag_that_only_a_rule_asks_for_is_run_again():
+    words = ("--group-query-attention", "--num-query-groups", "2")
+    assert _kept(words, ROOT, "A", None) == words
 
 
 def test_each_use_of_a_repeated_flag_is_run_again():

@@ -64,7 +64,7 @@ def test_every_action_has_its_box_to_scale(name, tmp_path):
 
 
 def test_the_same_picture_is_the_same_file(tmp_path):
-    schedule = build("zb-v", 4, 4, 2)
+    schedule = build("zb-v", 2, 3, 2)
     for name in "ab":
         draw(timeline_of(schedule), schedule, tmp_path / f"{name}.svg")
         draw(timeline_of(schedule), schedule, tmp_path / f"{name}.png")

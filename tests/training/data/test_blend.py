@@ -43,7 +43,7 @@ def weight_lists():
 @pytest.mark.parametrize("weights", list(weight_lists()), ids=len)
 def test_every_prefix_keeps_to_the_weights(weights):
     n = 20_000
-    datasets, inner = blend(weights).locate(np.arange(n))
+    datasets, inner = blend(weights).locate_all(np.arange(n))
     drawn = (datasets[:, None] == np.arange(len(weights))).cumsum(axis=0)
     wanted = np.arange(1, n + 1)[:, None] * (np.array(weights) / sum(weights))
     assert np.abs(drawn - wanted).max() < 2
@@ -54,24 +54,24 @@ def test_every_prefix_keeps_to_the_weights(weights):
 def test_no_table_is_needed_far_into_a_run():
     """Random access at 10^12 continues the counts: 1e-9 of the samples come from the second."""
     mixture = blend([1.0, 1e-9, 0.0])
-    datasets, inner = mixture.locate(np.arange(10**12, 10**12 + 5))
+    datasets, inner = mixture.locate_all(np.arange(10**12, 10**12 + 5))
     assert set(datasets) == {0} and inner[0] == 10**12 - 1000
     assert np.array_equal(np.diff(inner), [1, 1, 1, 1])
     turn = int(0.5e9)
-    datasets, _ = mixture.locate(np.arange(turn - 3, turn + 3))
+    datasets, _ = mixture.locate_all(np.arange(turn - 3, turn + 3))
     assert list(datasets).count(1) == 1
-    datasets, _ = mixture.locate(np.arange(10**6))
+    datasets, _ = mixture.locate_all(np.arange(10**6))
     assert not datasets.any()
 
 
 def test_weights_that_all_but_vanish():
-    datasets, _ = blend([1.0, 5e-324, 1e-300, 1.0]).locate(np.arange(1000))
+    datasets, _ = blend([1.0, 5e-324, 1e-300, 1.0]).locate_all(np.arange(1000))
     assert (datasets == 0).sum() == (datasets == 3).sum() == 500
 
 
 def test_sample_origin_and_digest():
     mixture = blend([1, 3])
-    datasets, inner = mixture.locate(np.arange(20))
+    datasets, inner = mixture.locate_all(np.arange(20))
     for i in range(20):
         assert tuple(mixture.sample(i)) == (datasets[i], inner[i])
         assert mixture.origin(i) == (datasets[i], 7, inner[i])

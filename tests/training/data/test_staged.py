@@ -96,7 +96,7 @@ def test_a_data_set_goes_on_where_the_stage_before_left_it(folder):
 def test_another_length_goes_on_behind_as_many_tokens(folder):
     data = data_of(flags(folder, LONGER))
     first, second = (stage.first_sample for stage in data.stages[1:])
-    taken = [data.blends[0].counts(first), data.blends[1].counts(second - first)]
+    taken = [data.parts[0].counts(first), data.parts[1].counts(second - first)]
     web, code = 8 * (taken[0][0] + taken[1][0]), 8 * taken[0][1]
     assert data.starts[2] == [-(-code // 24), -(-web // 24)]
     assert len(data.sample(second)) == 25 and len(data.sample(second - 1)) == 9
@@ -105,8 +105,8 @@ def test_another_length_goes_on_behind_as_many_tokens(folder):
 
 @pytest.mark.parametrize("n", [0, 1, 7, 100, 12345])
 def test_counts_are_those_of_the_samples(folder, n):
-    blend = data_of(flags(folder, SAME)).blends[2]
-    found, _ = blend.locate(np.arange(n))
+    blend = data_of(flags(folder, SAME)).parts[2]
+    found, _ = blend.locate_all(np.arange(n))
     assert blend.counts(n) == [int((found == i).sum()) for i in range(2)]
 
 

@@ -215,8 +215,6 @@ def test_the_secret_is_not_in_the_store(two: Two) -> None:
 
 
 def test_text_from_the_wire_is_safe_to_print() -> None:
-    assert wire.printable("a\x1b[2Jb\nc\u202e\ud800") == "a\\x1b[2Jb\\nc\\u202e\\ud800"
-    assert len(wire.printable("x" * 10_000)) == wire.PRINTED
     raw = {"kind": "beat", "action": "\x1b[2J\n" + "y" * 5000}  # who knows the secret may be broken
     kind, fields = messages.checked(raw)
     assert kind == "beat" and fields["action"].startswith("\\x1b[2J\\nyyy")

@@ -23,7 +23,7 @@ from mpu.comm.transport import blocked
 from mpu.comm.waits import Wait, Waits
 from training.faults import hang_watch
 from training.faults.activity import own_line
-from training.faults.hang_detector import HangDetector, Status, find, named, silence, watch_alone
+from training.faults.hang_detector import HangDetector, Status, find, silence, watch_alone
 from training.faults.hang_watch import FACTOR, HangWatch, flight_recorder
 from training.faults.monitor import FailureMonitor
 from training.faults.process import Dump, Process
@@ -64,7 +64,7 @@ def test_who_stands_still_and_waits_for_nobody_hangs() -> None:
     assert hang is not None and hang.ranks == (3,)
     assert hang.action == "reading the data of iteration 7"
     assert hang.text == (
-        f"rank 3 hangs in the phase step: in the data loader at {LINE}, for 30.5 s; ranks 0, 1 and "
+        f"rank 3 hangs in the phase step: in the data loader at {LINE}, for 30.5 s; ranks 0 to "
         "2 wait in all_gather 8 over tp"
     )
 
@@ -121,7 +121,7 @@ def test_ranks_that_hang_at_once_are_named_together_where_a_beat_came_between() 
 def test_all_ranks_at_once_are_named_together() -> None:
     hang = find([where(r, 30.0 + r / 10) for r in range(5)])
     assert hang is not None and hang.ranks == (0, 1, 2, 3, 4)
-    assert hang.text.startswith("ranks 0, 1, 2 and 2 more, which is every rank, hang in the phase")
+    assert hang.text.startswith("ranks 0 to 4, which is every rank, hang in the phase")
 
 
 def test_of_those_that_stand_still_the_first_is_named() -> None:
@@ -418,9 +418,3 @@ def test_the_thread_that_reads_it_is_on_the_ranks_gpu(monkeypatch: pytest.Monkey
     with FailureMonitor(watch=HangWatch(deadline=600.0)):
         assert moved.wait(20)
     assert seen == [("failure-monitor", gpu)]
-
-
-def test_names_of_ranks() -> None:
-    assert named([3]) == "rank 3" and named([0, 1]) == "ranks 0 and 1"
-    assert named([0, 1, 2]) == "ranks 0, 1 and 2"
-    assert named(list(range(9))) == "ranks 0, 1, 2 and 6 more"

@@ -114,6 +114,7 @@ def test_what_a_terminal_obeys_is_written_out():
     told = printable("a\x1b[31m\r\n\x9b\u202e\udc80")
     assert told == "a\\x1b[31m\\r\\n\\x9b\\u202e\\udc80"
     assert printable("one\ntwo\x07", lines=True) == "one\ntwo\\x07"
+    assert printable("a\n" * 9, most=6) == "a\\na..."
 
 
 def test_logs_are_their_owners_alone(tmp_path, capsys):

@@ -23,7 +23,7 @@ MISTAKES = [  # flags, ranks, what the sentence holds
     (f"{CP} 2", 3, "WORLD_SIZE 3 is not a multiple of --tensor-model-parallel-size 1 x --context"),
     (f"{CP} 16 {TP}", 32, "--context-parallel-size 16 x --tensor-model-parallel-size 2 = 32"),
     (f"{CP} 2 --cp-comm-type allgather", 2, "--cp-comm-type allgather: must be one of p2p, all_"),
-    (f"{CP} 2 --cp-comm-type p2p a2a", 2, "a2a: a value that belongs to no flag"),
+    (f"{CP} 2 --cp-comm-type p2p a2a", 2, "--cp-comm-type p2p a2a: must be one value"),
     (f"{CP} 4 --cp-comm-type a2a+p2p", 4, "a2a+p2p: must be one of p2p, all_gather, a2a; use p2p"),
     (f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4, "nothing takes its place; use --cp-c"),
     (f"{CP} 3 --cp-comm-type a2a", 3, "--num-attention-heads 8 is not a multiple of --context-par"),

@@ -11,7 +11,7 @@ import pytest
 import pretrain_llama
 from tests.training.flags.flag_fuzz import GOOD, answer, build, draw, judge
 
-SHORT, LONG, BLOCK = 60, 800, 100
+SHORT, LONG, BLOCK = 30, 800, 100
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,12 @@ def test_what_is_left_follows_from_what_is_done(monkeypatch):
     assert str(progress) == "looking"
     clock[0] += 7
     progress.begin("reading", 4_000_000_000, "B")
-    assert str(progress) == "reading 0 B of 4.0 GB"
+    assert str(progress) == "reading 0 B of 4 GB"
     clock[0] += 10
     progress.add(1_000_000_000)
-    assert str(progress) == "reading 1.0 GB of 4.0 GB, about 30 s left"
+    assert str(progress) == "reading 1 GB of 4 GB, about 30 s left"
     progress.add(3_000_000_000)
-    assert str(progress) == "reading 4.0 GB of 4.0 GB"
+    assert str(progress) == "reading 4 GB of 4 GB"
     progress.begin("", 1200, "layouts")
     clock[0] += 5
     progress.add(50)

@@ -185,6 +185,10 @@ def test_every_layout_has_the_same_amaxes_and_losses(world, layout):
     check(world, layout, 12)
 
 
+def test_data_parallel_ranks_have_the_amaxes_of_one(world):
+    check(world, LAYOUTS[2], 2)
+
+
 RUN = (
     f"{SMALL} --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "
     "--vocab-size 250 --mock-data --untie-embeddings-and-output-weights --device cpu --bf16 "

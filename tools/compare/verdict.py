@@ -7,16 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tools.bisect.compare import Allowed, Comparison, Difference, compare
-from tools.bisect.kinds import kind_of, region_of
-from tools.bisect.side import Key, Side
+from tools.compare.first_difference import Allowed, Comparison, Difference, compare
+from tools.compare.join import Key, Side
+from tools.compare.kinds import kind_of, region_of
+from training.run.watch.recorder import PLACES
 
-PLACES = {
-    "input": "the input of {}",
-    "output": "the output of {}",
-    "input gradient": "the gradient of the input of {}",
-    "output gradient": "the gradient of the output of {}",
-}
 PHASES = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "wgrad": "W"}
 
 
@@ -54,7 +49,8 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
     """Return the verdict on a comparison."""
     left = sorted({f"{key.kind} {key.name}".strip() for key in found.left_out})
     if found.first is None:
-        worst = f", at most {found.worst:.2g} of a norm apart" if found.worst else ""
+        far = max(found.errors.values(), default=0.0)
+        worst = f", at most {far:.2g} of a norm apart" if far else ""
         how = "have equal bits" if allowed.exact else f"agree{worst}"
         text = f"all {found.compared:,} tensors of the step {how}"
         return Verdict(text, True, compared=found.compared, left_out=left)
@@ -64,7 +60,8 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
     where, phase = region_of(first), _phase(first.key)
     text = f"in {phase}, {what} differs first" if phase else f"{what} differs first"
     if isinstance(first.one, bool):
-        text += f": only {'A' if first.one else 'B'} has it, and the other never calls {module}"
+        text += f": only {'A' if first.one else 'B'} has it"
+        text += f", and the other never calls {module}" if first.key.group == "activation" else ""
     else:
         text += f", by {_far(first)}"
     text += f": {kind.text}" if kind else ""

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.bisect.compare import TOLERANCE, Difference
-from tools.bisect.side import JoinedTensor, Key, Side, distance
+from tools.compare.first_difference import TOLERANCE, Difference
+from tools.compare.join import Key, Side, distance
 
 SURE = 50.0  # times the tolerance: as near as that a guess is taken for right
+SORTED = 1e-4  # sorted draws of as many values as a tensor has are farther apart
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 
 
@@ -35,6 +36,8 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
         return _of_numbers(found)
     if found.key.group == "batch":
         return _of_batch(a, b, one.first, found.key.name)
+    if (joined := found.joined_tensors[1]) is not None and joined.missing:
+        return Kind("a part that no rank holds", joined.missing)
     if a.shape != b.shape:
         return _of_shapes(a.shape, b.shape, other)
     if not torch.equal(a.isfinite(), b.isfinite()):
@@ -58,7 +61,6 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
 
 
 Near = Callable[[Tensor, Tensor], bool]
-Look = Callable[[Difference, Side, Side, Near], Kind | None]
 
 
 def _near(a: Tensor, b: Tensor) -> Near:
@@ -135,13 +137,12 @@ def _flipped(found: Difference, one: Side, other: Side, near: Near) -> Kind | No
         return None
     at = tuple(unlike[0].tolist())
     width = BITS[a.element_size()]
-    bits = [int(x[at].clone().view(width)) for x in (a, b)]
-    flipped = bin((bits[0] ^ bits[1]) & (1 << 64) - 1).count("1") if width != torch.int64 else bin(
-        (bits[0] ^ bits[1]) & (1 << 64) - 1).count("1")  # fmt: skip
+    x, y = (int(each[at].clone().view(width)) for each in (a, b))
+    flipped = (x ^ y) & (1 << 8 * a.element_size()) - 1
     place = f"element {list(at)}: {a[at].item():.9g} and {b[at].item():.9g}"
-    if len(unlike) == 1 and flipped == 1:
-        bit = ((bits[0] ^ bits[1]) & (1 << 64) - 1).bit_length() - 1
-        return Kind("a flipped bit", f"one bit is flipped, bit {bit % 64} of {place}")
+    if len(unlike) == 1 and flipped.bit_count() == 1:
+        bit = flipped.bit_length() - 1
+        return Kind("a flipped bit", f"one bit is flipped, bit {bit} of {place}")
     few = f"{len(unlike)} of {a.numel()} elements differ" if len(unlike) > 1 else "one differs"
     return Kind("a few elements", f"{few}, {place}")
 
@@ -279,6 +280,10 @@ def _dropped(found: Difference, one: Side, other: Side, near: Near) -> Kind | No
     remaining = ~dropped & (a != 0)
     if not 0.005 < share < 0.95 or not remaining.any():
         return None
+    if dropped.dim() > 1 and (samples := dropped.flatten(1).all(1)).sum() * dropped[0].numel() == (
+        dropped.sum()
+    ):
+        return Kind("zero", f"it is zero in {int(samples.sum())} of {len(samples)} rows")
     ratio = b[remaining] / a[remaining]
     middle = float(ratio.median())
     if float((ratio - middle).abs().median()) > 1e-3 * abs(middle):
@@ -314,22 +319,14 @@ def _update(found: Difference, one: Side, other: Side, near: Near) -> Kind | Non
 
 
 def _moved(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:
-    """Of an activation: whether the same values are there at other tokens."""
+    """Whether the same values are there at other places."""
     a, b = found.one, found.other
-    if found.key.group != "activation" or a.dim() < 3:
-        return None
-    for dim, what in ((1, "positions"), (0, "samples")):
-        moved = _shift(a, b, dim)
-        if moved:
-            return Kind("another order", f"the same values at other {what}, moved by {moved}")
-    for dim in range(2, a.dim()):
-        norms = [x.double().movedim(dim, 0).flatten(1).norm(dim=1) for x in (a, b)]
-        if len(norms[0]) > 2 and near(*norms):
-            continue
-        if len(norms[0]) > 2 and near(norms[0].sort().values, norms[1].sort().values):
-            return Kind(
-                "another order", "the same features in another order: cut or joined wrongly"
-            )
+    if found.key.group == "activation" and a.dim() >= 3:
+        for dim, what in ((1, "positions"), (0, "samples")):
+            if moved := _shift(a, b, dim):
+                return Kind("another order", f"the same values at other {what}, moved by {moved}")
+    if not near(a, b) and distance(*(x.double().flatten().sort().values for x in (a, b))) < SORTED:
+        return Kind("another order", "the same values in another order: cut or joined wrongly")
     return None
 
 
@@ -392,8 +389,3 @@ def region_of(found: Difference) -> str:
         if 0 < len(hit) < a.shape[dim] and len(hit) <= 0.75 * a.shape[dim]:
             places.append(f"{what}{'s' * (len(hit) > 1)} {_numbers(hit)}")
     return f"only at {', '.join(places)}" if places else ""
-
-
-def describe_join(joined: JoinedTensor | None) -> str:
-    """Return how a tensor was put together, in words."""
-    return "" if joined is None else joined.cut

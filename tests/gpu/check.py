@@ -39,11 +39,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # as a script, find tools
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # as a script, find tests
 
-from tools import gpu_summary as summary  # noqa: E402
-from tools.gpu_summary import SKIPPED, append  # noqa: E402
+from tests.gpu import summary  # noqa: E402
+from tests.gpu.summary import SKIPPED, append  # noqa: E402
 from training.files.owned import begins, refuse  # noqa: E402
 
 LIMIT = 540.0  # seconds of a call, compiling included, unless --seconds says otherwise

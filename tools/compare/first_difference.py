@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.bisect.side import JoinedTensor, Key, Part, Side, distance
+from tools.compare.join import JoinedTensor, Key, Part, Side, distance
 
 # by how much of its norm a tensor may differ where sums have another order
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
@@ -39,10 +39,10 @@ def after_rounding(gradient: float) -> float:
     """Return how far two updates of Adam are apart, of their norm, whose gradients nearly agree.
 
     gradient: how far these are apart, of their norm. Early updates have the sign of an element: an
-    error e turns it where an element is smaller than e, which is so for about e of them. Of fewer
-    than a million elements the smallest is seldom below 1e-6, so tiny errors turn none.
+    error e turns it where an element is smaller than e, which is so for about e of them, and for
+    all of those whose gradient is mere rounding.
     """
-    return 2 * min(math.sqrt(gradient), 1000 * gradient)
+    return 2 * math.sqrt(gradient)
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,28 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What a comparison found: the first difference, or None; and how much was compared."""
+    """What a comparison found: the first difference, or None; and how much was compared.
+
+    errors: the largest distance by kind of tensor, of its norm, where bits may differ. weights: how
+    far apart the step leaves each weight, by name.
+    """
 
     first: Difference | None
     compared: int = 0
-    worst: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     left_out: list[Key] = field(default_factory=list)
 
 
-def compare(one: Side, other: Side, allowed: Allowed) -> Comparison:
-    """Return the first difference between two sides."""
+def compare(one: Side, other: Side, allowed: Allowed, to_end: bool = False) -> Comparison:
+    """Return the first difference between two sides. to_end: measure what follows it, too."""
     found = Comparison(None)
     comparer = _Comparer(one, other, allowed, found)
     for step in STEPS:
         for difference in step(comparer):
-            found.first = difference
-            return found
+            found.first = found.first or difference
+            if not to_end:
+                return found
     return found
 
 
@@ -114,6 +120,7 @@ class _Comparer:
         self.dtypes = {_dtype(side) for side in (one, other)}  # a gradient is as exact as these
         self.begin = _Far()  # of the weights that the step begins with
         self.gradient = _Far()
+        self.gradients: dict[str, float] = {}  # how far single ones are apart
 
     def limit(self, *tensors: Tensor, begin: float | None = None) -> float:
         """Return what tensors may differ by, where bits may, of their norm.
@@ -126,25 +133,44 @@ class _Comparer:
         return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes) + more
 
     def unlike(
-        self,
-        one: JoinedTensor,
-        other: JoinedTensor,
-        exact: bool,
-        kind: tuple[str, str],
-        begin: float | None = None,
+        self, key: Key, a: Tensor, b: Tensor, exact: bool, begin: float | None = None
     ) -> float:
         """Return by how much two tensors differ beyond what is allowed, or 0. begin: of `limit`."""
         self.found.compared += 1
-        a, b = one.values, other.values
         if exact:
-            if same_bits(a, b):
-                return 0.0
-            return max(distance(a, b), 1e-300)
-        norm = float(a.double().norm())
+            return 0.0 if same_bits(a, b) else max(distance(a, b), 1e-300)
+        norm, kind = float(a.double().norm()), (key.kind or key.group, key.phase)
         self.sizes[kind] = max(self.sizes.get(kind, 0.0), norm if norm == norm else 0.0)
         error = distance(a, b, FLOOR * self.sizes[kind])
-        self.found.worst = max(self.found.worst, error if error < 1 else 0.0)
+        self.note(kind[0], error)
         return error if not error <= self.limit(a, b, begin=begin) else 0.0
+
+    def differ(
+        self,
+        key: Key,
+        one: JoinedTensor,
+        other: JoinedTensor,
+        exact: bool,
+        tensor: str = "",
+        begin: float | None = None,
+        parts: tuple[list[Part], list[Part]] | None = None,
+    ) -> Iterator[Difference]:
+        """Yield the difference of two whole tensors, if there is one: of the sides, of the replicas
+        of the other side, or that no rank there has a part of it. parts: if not all of the key.
+        """
+        error = self.unlike(key, one.values, other.values, exact, begin)
+        limit = 0.0 if exact else self.limit(other.values, begin=begin)
+        replicas = not error and other.distances > limit >= one.distances
+        if error or replicas or other.missing:
+            far = other.distances if replicas else error
+            yield Difference(
+                key, one.values, other.values, far, parts or self.pair(key), tensor=tensor,
+                replicas=replicas, joined_tensors=(one, other),
+            )  # fmt: skip
+
+    def note(self, kind: str, error: float) -> None:
+        """Keep the largest distance of a kind."""
+        self.found.errors[kind] = max(error, self.found.errors.get(kind, 0.0))
 
     def keys(self, chosen: Callable[[Key], bool]) -> Iterator[Key]:
         """Yield the keys that both sides have, in the order of the step; note the others."""
@@ -195,8 +221,7 @@ def _batch(comparer: _Comparer) -> Iterator[Difference]:
     for key in comparer.keys(lambda k: k.group == "batch"):
         one, other = comparer.one.activation(key), comparer.other.activation(key)
         assert one is not None and other is not None
-        if error := comparer.unlike(one, other, True, ("batch", key.name)):
-            yield Difference(key, one.values, other.values, error, comparer.pair(key))
+        yield from comparer.differ(key, one, other, True)
 
 
 def _parameters(
@@ -227,18 +252,9 @@ def _of_parameter(
         if other is None:
             continue
         begin = _begin(comparer, key, name, one)
-        error = comparer.unlike(one, other, exact, (key.kind, key.phase), begin)
-        limit = 0.0 if exact else comparer.limit(other.values, begin=begin)
-        replicas = not error and other.distances > limit
         if not exact:
-            _note(comparer, key, one.values, other.values)
-        if error or replicas:
-            far, both = other.distances if replicas else error, (one, other)
-            values = one.values, other.values
-            pair = comparer.pair(key)
-            yield Difference(
-                key, *values, far, pair, tensor=name, replicas=replicas, joined_tensors=both
-            )
+            _note(comparer, key, name, one.values, other.values)
+        yield from comparer.differ(key, one, other, exact, tensor=name, begin=begin)
 
 
 def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float | None:
@@ -251,21 +267,36 @@ def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float
         return begin
     was = comparer.one.parameter(key._replace(phase="before")).get(name)
     moved = 1.0 if was is None else distance(was.values, one.values)
-    return begin + after_rounding(comparer.gradient.share) * moved
+    gradient = max(comparer.gradient.share, min(comparer.gradients.get(name, 0.0), 1.0))
+    return begin + after_rounding(gradient) * moved
 
 
-def _note(comparer: _Comparer, key: Key, a: Tensor, b: Tensor) -> None:
+def _note(comparer: _Comparer, key: Key, name: str, a: Tensor, b: Tensor) -> None:
     """Add what the step begins with, and its gradients, to what later tolerances stand on."""
     if key.kind in WEIGHTS and key.phase == "before":
         comparer.begin.add(a, b)
+    elif key.kind in WEIGHTS:
+        comparer.found.weights[name] = distance(a, b)
     elif key.kind == "gradient":
         comparer.gradient.add(a, b)
+        comparer.gradients[name] = distance(a, b)
 
 
 def _before(comparer: _Comparer) -> Iterator[Difference]:
+    sides = (comparer.one, comparer.other)
+    weights = [{n: k for k in side.parts if (n := _weight(k))} for side in sides]
+    for name in weights[0].keys() ^ weights[1].keys():
+        key = (weights[0] | weights[1])[name]
+        yield Difference(key, name in weights[0], name in weights[1], float("inf"), tensor=name)
     exact = comparer.allowed.exact or comparer.allowed.begins
     for kinds in (("master",), ("weight",), None):
         yield from _parameters(comparer, kinds, "before", exact)
+
+
+def _weight(key: Key) -> str:
+    """Return the name of a weight that a step begins with, or "" for any other quantity."""
+    begins = key.group == "parameter" and key.kind == "weight" and key.phase == "before"
+    return key.name if begins else ""
 
 
 def _activations(comparer: _Comparer, keys: list[Key]) -> Iterator[Difference]:
@@ -296,26 +327,7 @@ def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
         else:  # the model itself, of which each stage gives something else
             comparer.found.left_out.append(key)
         return
-    error = comparer.unlike(one, other, comparer.allowed.exact, (key.kind, key.phase))
-    joined_tensors = (one, other)
-    if error:
-        pair = comparer.pair(key)
-        yield Difference(key, one.values, other.values, error, pair, joined_tensors=joined_tensors)
-    elif (
-        other.distances
-        > (0.0 if comparer.allowed.exact else comparer.limit(other.values))
-        >= one.distances
-    ):
-        pair = comparer.pair(key)
-        yield Difference(
-            key,
-            one.values,
-            other.values,
-            other.distances,
-            pair,
-            replicas=True,
-            joined_tensors=joined_tensors,
-        )
+    yield from comparer.differ(key, one, other, comparer.allowed.exact)
 
 
 def _no_fit(side: Side, key: Key) -> bool:
@@ -335,9 +347,8 @@ def _by_rank(comparer: _Comparer, key: Key) -> Iterator[Difference]:
         return
     for at, part in ours.items():
         one, other = JoinedTensor(part.values()), JoinedTensor(theirs[at].values())
-        if error := comparer.unlike(one, other, comparer.allowed.exact, (key.group, key.phase)):
-            pair = ([part], [theirs[at]])
-            yield Difference(key, one.values, other.values, error, pair)
+        exact, pair = comparer.allowed.exact, ([part], [theirs[at]])
+        yield from comparer.differ(key, one, other, exact, parts=pair)
 
 
 def _forward(comparer: _Comparer) -> Iterator[Difference]:
@@ -376,6 +387,7 @@ def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
         one, other = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
         exact = comparer.allowed.exact or "rate" in name
         error = 0.0 if exact and same_bits(one, other) else distance(one, other)
+        comparer.note(name, error)
         limit = comparer.limit(begin=GROWS_ALL * comparer.begin.share)
         if error > (0.0 if exact else limit):
             yield Difference(key, a, b, error=error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record one training step of a rank: every tensor by which two runs are compared.
+"""Follow one training step of a rank: every tensor by which two runs are compared.
 
     batch        tokens, labels, masks of each micro-batch
     weight       masters or weights, and the optimizer's state, before the step and after it
@@ -8,16 +8,17 @@
     gradient     of each parameter: this rank's own sum over micro-batches, then the sum over ranks
     number       loss, gradient norm, learning rates
 
-Tensors go to rank-N.bin as they come, one after another, so a rank keeps one copy at a time; what
-they are goes to rank-N.json. tools/bisect/side.py puts the ranks' parts together. Nothing of the
-step changes: readers copy, and nothing is drawn or sent.
+A Recorder hands them over as they come. FileRecorder writes them for tools/compare, which puts the
+ranks' parts together; first_nonfinite.py looks for values that are not finite. Nothing of the step
+changes: readers copy, and nothing is drawn or sent.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -51,14 +52,37 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 INSIDE = ("tp", "tp_kv", "cp", "ep")  # axes whose collectives are in the model
 Names = dict[str, tuple[str, ...]]
 TrainStep = Callable[..., tuple[Tensor, Tensor, Tensor]]
+PLACES = {
+    INPUT: "the input of {}",
+    OUTPUT: "the output of {}",
+    INPUT_GRAD: "the gradient of the input of {}",
+    OUTPUT_GRAD: "the gradient of the output of {}",
+}
+PARAMETERS = {
+    "weight": "the weight {}",
+    "master": "the weight {}",
+    "own gradient": "the gradient of the weight {}",
+    "gradient": "the summed gradient of {}",
+}
 
 
-class _Written(NamedTuple):
-    """A tensor that was written, what it was then, and where."""
+def in_words(entry: Mapping[str, Any]) -> str:
+    """Return what a tensor of a record is."""
+    name, kind = entry.get("name") or "the model", entry.get("kind", "")
+    if entry["group"] == "activation":
+        return PLACES[kind].format(f"{name} ({entry['of']})")
+    if entry["group"] == "collective":
+        verb = "takes" if kind == "taken" else "returns"
+        return f"what {entry['verb']} over {entry['axis']} of {name} {verb}"
+    return PARAMETERS.get(kind, f"the optimizer's {kind} of {{}}").format(entry["module"])
+
+
+class _Known(NamedTuple):
+    """A tensor that was handed over, its version then, and what `keep` said of it."""
 
     tensor: Tensor
     version: int
-    entry: dict[str, Any]
+    kept: dict[str, Any]
 
 
 class _Of(NamedTuple):
@@ -71,33 +95,41 @@ class _Of(NamedTuple):
 
 
 class Recorder:
-    """Writes one rank's record of a step to a folder. A context manager around the step.
+    """Hands over one rank's tensors of a step, by `keep`. A context manager around the step.
 
-    names: the model's table of canonical names (hf_names). fork: the model's file, if it is not
-    Weft's own: lines in it are named, too.
+    names: the model's table of canonical names (hf_names); without it parameters have their own.
+    fork: the model's file, if it is not Weft's own: lines in it are named, too. inside: also what
+    happens inside the model, besides parameters and their gradients.
     """
 
     def __init__(
-        self, run: Run, batches: list[Batch], names: Names, folder: Path, fork: str = ""
+        self,
+        run: Run,
+        batches: list[Batch],
+        names: Names | None = None,
+        fork: str = "",
+        inside: bool = True,
     ) -> None:
-        self.run, self.batches, self.names, self.fork = run, batches, names, fork
-        self.folder, self.rank = folder, run.grid.rank
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(folder / f"rank-{self.rank}.bin", "wb")
+        self.run, self.batches, self.fork, self.inside = run, batches, fork, inside
+        self.params = dict(unique_parameters(run.module))
+        self.names = names or {name: (name,) for name in self.params}
         self.entries: list[dict[str, Any]] = []
         self.numbers: dict[str, float] = {}
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._near: list[_Written] = []  # the newest last
+        self._near: list[_Known] = []  # the newest last
         self._replaced: list[tuple[Any, str]] = []
         self._pieces: dict[str, list[Piece]] = {
-            name: placement_of(param).pieces(names[name])
-            for name, param in unique_parameters(run.module)
+            name: placement_of(param).pieces(names[name]) if names else []
+            for name, param in self.params.items()
         }
-        self._params = dict(unique_parameters(run.module))
+
+    def keep(self, x: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        """Look at a tensor; return what is to be known of it besides its entry."""
+        raise NotImplementedError
 
     def __enter__(self) -> "Recorder":
         # of a fork autograd keeps the stack of each operation: which of its lines made a tensor
-        on = bool(self.fork) or torch.is_anomaly_enabled()
+        on = bool(self.fork) and self.inside or torch.is_anomaly_enabled()
         self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)  # from here on
         self._batch()
         self.state("before")
@@ -108,46 +140,36 @@ class Recorder:
             OUTPUT_GRAD: self._output_grad,
             MAIN_GRAD: self._main_grad,
         }
-        self.tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
         self._follow_gradients()
-        self._follow_collectives()
+        self.tracker: ModuleTracker | None = None
+        if self.inside:
+            self.tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
+            self._follow_collectives(self.tracker)
         return self
 
     def __exit__(self, *error: object) -> None:
         for owner, name in self._replaced:
             delattr(owner, name)
-        self.tracker.close()
+        if self.tracker is not None:
+            self.tracker.close()
         self._stacks.__exit__(*error)
         if error[0] is None:
             self.state("after")
-        self.file.close()
-        header = {"rank": self.rank, "axes": self._axes(), "sp": self.run.model.ctx.sp}
-        record = {**header, "numbers": self.numbers, "entries": self.entries}
-        (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record))
 
-    def _axes(self) -> dict[str, list[int]]:
-        grid = self.run.grid
-        return {n: [a.rank, a.size] for n in ("tp", "cp", "dp", "pp") if (a := getattr(grid, n))}
-
-    # what is written
+    # what is handed over
 
     def write(self, group: str, name: str, tensor: Tensor, **more: Any) -> None:
-        """Write one tensor; one that was written last, and is as it was, is only named again."""
-        x = tensor.detach()
+        """Hand over a tensor; one that came before, and is as it was, is only named again."""
+        entry = {"group": group, "name": name, **more}
         known = next((w for w in self._near if w.tensor is tensor), None)
         if known is not None and known.version == version_of(tensor):
             self._near = [*(w for w in self._near if w is not known), known]
-            self.entries.append({**known.entry, "group": group, "name": name, **more})
+            self.entries.append({**known.kept, **entry})
             return
-        flat = x.to("cpu", copy=False).contiguous().view(-1).view(torch.uint8)
-        at = self.file.tell()
-        flat.numpy().tofile(self.file)
-        self.file.flush()
-        dtype = str(x.dtype).removeprefix("torch.")
-        entry = {"shape": list(x.shape), "dtype": dtype, "at": at, "bytes": flat.numel()}
-        self.entries.append({**entry, "group": group, "name": name, **more})
+        kept = self.keep(tensor.detach(), entry)
+        self.entries.append({**kept, **entry})
         if group == "activation":
-            self._near = [*self._near[-NEAR + 1 :], _Written(tensor, version_of(tensor), entry)]
+            self._near = [*self._near[-NEAR + 1 :], _Known(tensor, version_of(tensor), kept)]
 
     def _batch(self) -> None:
         for i, batch in enumerate(self.batches):
@@ -171,17 +193,24 @@ class Recorder:
 
     @torch.no_grad()
     def state(self, when: str) -> None:
-        """Write what this rank owns of weights, masters and the optimizer's state."""
+        """Hand over what this rank owns of weights and masters, in the model's order, and of the
+        optimizer's state.
+        """
         run = self.run
         run.sink.wait_for_weights()
+        number = {name: i for i, name in enumerate(self.params)}
         frozen = getattr(run.sink, "frozen_buckets", [])  # older commits have none
         masters = [*run.optimizer.masters, *(bucket.param_shard for bucket in frozen)]
-        for bucket, master in zip([*run.sink.buckets, *frozen], masters, strict=True):
-            for name, low, high, start in bucket.owned():
-                for kind, flat in (("weight", bucket.param_shard), ("master", master)):
-                    if kind == "weight" or master.dtype != bucket.param_shard.dtype:
-                        part = flat[low - bucket.low : high - bucket.low]
-                        self._part((kind, when), bucket, name, low - start, part)
+        owned = [
+            (number[part[0]], bucket, master, part)
+            for bucket, master in zip([*run.sink.buckets, *frozen], masters, strict=True)
+            for part in bucket.owned()
+        ]
+        for _, bucket, master, (name, low, high, start) in sorted(owned, key=itemgetter(0)):
+            for kind, flat in (("weight", bucket.param_shard), ("master", master)):
+                if kind == "weight" or master.dtype != bucket.param_shard.dtype:
+                    part = flat[low - bucket.low : high - bucket.low]
+                    self._part((kind, when), bucket, name, low - start, part)
         buckets = {name: b for b in run.sink.buckets for name, _, _ in b.params}
         for name, kind, first, values in run.optimizer.named_state():
             if kind != "master":
@@ -190,11 +219,11 @@ class Recorder:
     def _part(
         self, of: tuple[str, str], bucket: Any, name: str, first: int, part: Tensor
     ) -> None:
-        """Write elements [first, ...) of a flattened local parameter, or of what belongs to it.
+        """Hand over elements [first, ...) of a flattened local parameter, or of what is its own.
 
         of: the kind, and whether before or after the step.
         """
-        param, place = self._params[name], placement_of(self._params[name])
+        param, place = self.params[name], placement_of(self.params[name])
         _, every, _, _ = self.run.grid.data(bucket.layout.sharing.cut)
         axis = place.axis.name if place.dim is not None and place.axis.size > 1 else ""
         self.write(
@@ -210,7 +239,8 @@ class Recorder:
     def _where(self) -> dict[str, int]:
         # of an F and the B that it overlaps, the one that runs
         forward, _, backward = self.run.monitor.action.partition(" overlapping ")
-        action = backward if backward and self.tracker.in_backward else forward
+        inside = self.tracker is not None and self.tracker.in_backward
+        action = backward if backward and inside else forward
         found = WHERE.search(action) or DEFERRED.search(action)
         number, stage = (int(found[2]), int(found[3])) if found else (0, 0)
         batch = self.batches[min(number, len(self.batches) - 1)]
@@ -310,7 +340,7 @@ class Recorder:
             self.numbers["factor of the mask"] = float(scale)
         return norm, found_inf
 
-    def _follow_collectives(self) -> None:
+    def _follow_collectives(self, tracker: ModuleTracker) -> None:
         seen: set[int] = set()
         for name in INSIDE:
             axis: Axis | None = getattr(self.run.grid, name, None)
@@ -319,7 +349,7 @@ class Recorder:
                 continue
             seen.add(id(transport))
             for verb in VERBS:
-                call = partial(self._collective, verb, getattr(transport, verb))
+                call = partial(self._collective, tracker, verb, getattr(transport, verb))
                 self._instead(transport, verb, call)
 
     def _instead(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -328,13 +358,19 @@ class Recorder:
         setattr(owner, name, call)
 
     def _collective(
-        self, verb: str, go_on: Callable[..., Any], x: Tensor, axis: Axis, *rest: Any
+        self,
+        tracker: ModuleTracker,
+        verb: str,
+        go_on: Callable[..., Any],
+        x: Tensor,
+        axis: Axis,
+        *rest: Any,
     ) -> tuple[Tensor, Handle]:
         label = rest[-1]
         inside = axis.name in INSIDE and (label is None or label.phase in PHASES)
         if not inside:
             return cast(tuple[Tensor, Handle], go_on(x, axis, *rest))
-        name, phase, line = self.tracker.running(), self.tracker.phase, self._line()
+        name, phase, line = tracker.running(), tracker.phase, self._line()
         call = self._count(f"{verb} {axis.name}", name, phase)
         more = {
             "phase": phase, "verb": verb, "axis": axis.name, "ranks": list(axis.ranks),
@@ -360,13 +396,47 @@ class Recorder:
 PHASES = {"forward", "backward", "wgrad"}
 
 
-def recorded(train_step: TrainStep, names: Names, folder: Path, fork: str = "") -> TrainStep:
+class FileRecorder(Recorder):
+    """Writes one rank's record to a folder: tensors one after another to rank-N.bin, so that a rank
+    keeps one copy at a time, and what they are to rank-N.json.
+    """
+
+    def __init__(self, run: Run, batches: list[Batch], names: Names, folder: Path, **more: Any):
+        super().__init__(run, batches, names, **more)
+        self.folder, self.rank = folder, run.grid.rank
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(folder / f"rank-{self.rank}.bin", "wb")
+
+    def keep(self, x: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        """Write a tensor; return where."""
+        flat = x.to("cpu", copy=False).contiguous().view(-1).view(torch.uint8)
+        at = self.file.tell()
+        flat.numpy().tofile(self.file)
+        self.file.flush()
+        dtype = str(x.dtype).removeprefix("torch.")
+        return {"shape": list(x.shape), "dtype": dtype, "at": at, "bytes": flat.numel()}
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.file.close()
+        grid = self.run.grid
+        axes = {n: [a.rank, a.size] for n in ("tp", "cp", "dp", "pp") if (a := getattr(grid, n))}
+        record = {
+            "rank": self.rank, "axes": axes, "sp": self.run.model.ctx.sp,
+            "numbers": self.numbers, "entries": self.entries,
+        }  # fmt: skip
+        (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record))
+
+
+def recorded(
+    train_step: TrainStep, names: Names, folder: Path, fork: str = "", inside: bool = True
+) -> TrainStep:
     """Return a function with the arguments of train_step that also records the step."""
 
     def step(
         run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with Recorder(run, batches, names, folder, fork) as recorder:
+        with FileRecorder(run, batches, names, folder, fork=fork, inside=inside) as recorder:
             loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
             recorder.numbers["loss"] = loss.item()
         return loss, norm, found_inf

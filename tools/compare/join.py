@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-INSIDE, STREAM, FULL = "tensor-parallel", "sequence-parallel", "whole"
+INSIDE = "tensor-parallel"  # a region
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -72,13 +72,12 @@ class JoinedTensor:
     """A tensor put together. replicas: what each tp rank has, where each should have all of it.
 
     values: of rank 0, or of all ranks' parts. distances: by how much of the norm replicas differ.
-    cut: how the parts were joined over tp, in words; ranks: how many.
+    missing: which part of it no rank has, in words.
     """
 
     values: Tensor
     replicas: list[Tensor] = field(default_factory=list)
-    cut: str = ""
-    dim: int = -1
+    missing: str = ""
 
     @property
     def distances(self) -> float:
@@ -195,7 +194,7 @@ class Side:
             values = placed[0][0].clone()
             for tensor, _, seen in placed[1:]:
                 values[seen] = tensor[seen]
-            return JoinedTensor(values, cut="a part of the sequence", dim=1)
+            return JoinedTensor(values)
         each = [tensor for tensor, _, _ in placed]
         if size == 1:
             return JoinedTensor(_narrowed(each[0], first.get("sections", ())))
@@ -247,12 +246,10 @@ class Side:
         """Put a parameter's weight, state, or summed gradient together, by canonical name."""
         return _placed(_locals(self.parts.get(key, [])))
 
-    def contributions(self, key: Key) -> dict[tuple[int, ...], dict[str, JoinedTensor]]:
-        """Return each rank's own gradient by its canonical tensors, [(rank,)]."""
-        return {
-            (part.rank,): _placed({(part.rank,): (part, part.values())})
-            for part in self.parts.get(key, [])
-        }
+    def whole(self, kind: str, when: str = "") -> dict[str, Tensor]:
+        """Return all weights, states or gradients of a kind, by canonical name."""
+        keys = [k for k in self.parts if (k.group, k.kind, k.phase) == ("parameter", kind, when)]
+        return {name: x.values for key in keys for name, x in self.parameter(key).items()}
 
     def own_total(self, key: Key) -> dict[str, JoinedTensor]:
         """Add the ranks' own gradients, in fp64, as the placement says that they are to be."""
@@ -288,25 +285,21 @@ def joined(
     shape, size = list(each[0].shape), len(each)
     if sections:
         found = [_section(each, at, full, local) for at, full, local in _at(sections)]
-        assembled = torch.cat(found, -1)
-        return JoinedTensor(assembled, cut="a part of the features", dim=assembled.dim() - 1)
+        return JoinedTensor(torch.cat(found, -1))
     if region != INSIDE and (like is None or list(like) == shape):
-        return JoinedTensor(each[0], list(each), cut="whole on each rank")
+        return JoinedTensor(each[0], list(each))
     if like is None:
         dim = 2 if len(shape) == 4 else len(shape) - 1
-        return JoinedTensor(torch.cat(list(each), dim), cut="a part of the features", dim=dim)
+        return JoinedTensor(torch.cat(list(each), dim))
     if len(like) == len(shape):
         unlike = [i for i, (n, m) in enumerate(zip(shape, like, strict=True)) if n != m]
         if not unlike:
-            return JoinedTensor(each[0], list(each), cut="whole on each rank")
+            return JoinedTensor(each[0], list(each))
         if len(unlike) == 1:
             (dim,) = unlike
             times = like[dim] / shape[dim]
             if times == int(times) and size % int(times) == 0:
-                own = each[:: size // int(times)]
-                return JoinedTensor(
-                    torch.cat(list(own), dim), cut="a part of the features", dim=dim
-                )
+                return JoinedTensor(torch.cat(list(each[:: size // int(times)]), dim))
     return None
 
 
@@ -341,19 +334,34 @@ def _locals(parts: Iterable[Part]) -> dict[tuple[Any, ...], tuple[Part, Tensor]]
 def _placed(parts: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, JoinedTensor]:
     """Place local parameters in the canonical tensors; keep replicas of the same rectangle."""
     full: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    dims: dict[str, int] = {}
     copies: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for part, values in parts.values():
         for name, shape, dim, start, size, local in part.entry["pieces"]:
             x = values.view(part.entry["local"]).narrow(dim, local, size)
             if name not in full:
                 full[name] = x.new_zeros(shape)
+                held[name], dims[name] = torch.zeros(shape[dim], dtype=torch.bool), dim
+            held[name][start : start + size] = True
             copies[name, dim, start, size].append(x)
             full[name].narrow(dim, start, size).copy_(copies[name, dim, start, size][0])
     most = {
         name: max((c for k, c in copies.items() if k[0] == name), key=len, default=[])
         for name in full
     }
-    return {name: JoinedTensor(values, most[name]) for name, values in full.items()}
+    return {
+        name: JoinedTensor(values, most[name], missing=_missing(held[name], dims[name]))
+        for name, values in full.items()
+    }
+
+
+def _missing(held: Tensor, dim: int) -> str:
+    """Say from where on along a dimension no rank holds a tensor, or return ""."""
+    if held.all():
+        return ""
+    first = int((~held).nonzero()[0])
+    return f"no rank holds its rows from {first} on, along dimension {dim}"
 
 
 def _key(entry: Mapping[str, Any]) -> Key:
