@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Casts(DispatchMode):
         self.file, self.lines = file, dict[int, torch.dtype]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        y, frame = func(*args, **(kwargs or {})), sys._getframe(1)
+        y = func(*args, **(kwargs or {}))
+        frame: FrameType | None = sys._getframe(1)
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 != y.dtype:
             while y.is_floating_point() and frame is not None:
                 if frame.f_code.co_filename == self.file:
