@@ -160,7 +160,8 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
     known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
     made: tuple[str, ...] = ()  # of a model that is made and does not run
     for needs in NEEDS:
-        best, most, count = (), 0, 0
+        best: tuple[str, ...] = ()
+        most = count = 0
         for layers in LAYERS:
             some = sizes(full, experts, known, needs | layers)
             with suppress(Exception):

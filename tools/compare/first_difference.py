@@ -39,10 +39,10 @@ def after_rounding(gradient: float) -> float:
     """Return how far two updates of Adam are apart, of their norm, whose gradients nearly agree.
 
     gradient: how far these are apart, of their norm. Early updates have the sign of an element: an
-    error e turns it where an element is smaller than e, which is so for about e of them. Of fewer
-    than a million elements the smallest is seldom below 1e-6, so tiny errors turn none.
+    error e turns it where an element is smaller than e, which is so for about e of them, and for
+    all of those whose gradient is mere rounding.
     """
-    return 2 * min(math.sqrt(gradient), 1000 * gradient)
+    return 2 * math.sqrt(gradient)
 
 
 @dataclass(frozen=True)

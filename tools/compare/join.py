@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-INSIDE, STREAM, FULL = "tensor-parallel", "sequence-parallel", "whole"
+INSIDE = "tensor-parallel"  # a region
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -72,14 +72,11 @@ class JoinedTensor:
     """A tensor put together. replicas: what each tp rank has, where each should have all of it.
 
     values: of rank 0, or of all ranks' parts. distances: by how much of the norm replicas differ.
-    cut: how the parts were joined over tp, in words; ranks: how many. missing: which part of it no
-    rank has, in words.
+    missing: which part of it no rank has, in words.
     """
 
     values: Tensor
     replicas: list[Tensor] = field(default_factory=list)
-    cut: str = ""
-    dim: int = -1
     missing: str = ""
 
     @property
@@ -197,7 +194,7 @@ class Side:
             values = placed[0][0].clone()
             for tensor, _, seen in placed[1:]:
                 values[seen] = tensor[seen]
-            return JoinedTensor(values, cut="a part of the sequence", dim=1)
+            return JoinedTensor(values)
         each = [tensor for tensor, _, _ in placed]
         if size == 1:
             return JoinedTensor(_narrowed(each[0], first.get("sections", ())))
@@ -288,25 +285,21 @@ def joined(
     shape, size = list(each[0].shape), len(each)
     if sections:
         found = [_section(each, at, full, local) for at, full, local in _at(sections)]
-        assembled = torch.cat(found, -1)
-        return JoinedTensor(assembled, cut="a part of the features", dim=assembled.dim() - 1)
+        return JoinedTensor(torch.cat(found, -1))
     if region != INSIDE and (like is None or list(like) == shape):
-        return JoinedTensor(each[0], list(each), cut="whole on each rank")
+        return JoinedTensor(each[0], list(each))
     if like is None:
         dim = 2 if len(shape) == 4 else len(shape) - 1
-        return JoinedTensor(torch.cat(list(each), dim), cut="a part of the features", dim=dim)
+        return JoinedTensor(torch.cat(list(each), dim))
     if len(like) == len(shape):
         unlike = [i for i, (n, m) in enumerate(zip(shape, like, strict=True)) if n != m]
         if not unlike:
-            return JoinedTensor(each[0], list(each), cut="whole on each rank")
+            return JoinedTensor(each[0], list(each))
         if len(unlike) == 1:
             (dim,) = unlike
             times = like[dim] / shape[dim]
             if times == int(times) and size % int(times) == 0:
-                own = each[:: size // int(times)]
-                return JoinedTensor(
-                    torch.cat(list(own), dim), cut="a part of the features", dim=dim
-                )
+                return JoinedTensor(torch.cat(list(each[:: size // int(times)]), dim))
     return None
 
 

@@ -61,7 +61,6 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
 
 
 Near = Callable[[Tensor, Tensor], bool]
-Look = Callable[[Difference, Side, Side, Near], Kind | None]
 
 
 def _near(a: Tensor, b: Tensor) -> Near:

@@ -102,10 +102,10 @@ def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str
         value = getattr(config, name)
         if type(value) is not int or value < tokens.shape[1]:
             continue
-        counts: list[Any] = [2 * value, FEW]
-        if not all(_valid(config, name, n) for n in counts):
+        values: tuple[Any, ...] = (2 * value, FEW)
+        if not all(_valid(config, name, n) for n in values):
             continue
-        more, few = (logits_of(file, replace(config, **{name: n}), tokens) for n in counts)
+        more, few = (logits_of(file, replace(config, **{name: n}), tokens) for n in values)
         if _same(base, more) and few is not None and not _same(base, few):
             found.append(name)
     return found

@@ -273,7 +273,8 @@ class _Theirs:
         """
         self.load(theirs)  # `swapped` has left others
         model, file = self.model(self.config), self.file.__file__
-        names, alike, there = self.file.hf_names(model), dict[str, list[str]](), {}
+        names, alike = self.file.hf_names(model), dict[str, list[str]]()
+        there: dict[tuple[str, str], Tensor] = {}
         modules = dict(theirs.named_modules())
         for name, _ in unique_parameters(model):
             found = [each.rpartition(".")[0] for each in dict.fromkeys(names[name])]

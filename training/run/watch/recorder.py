@@ -52,8 +52,6 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 INSIDE = ("tp", "tp_kv", "cp", "ep")  # axes whose collectives are in the model
 Names = dict[str, tuple[str, ...]]
 TrainStep = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
 PLACES = {
     INPUT: "the input of {}",
     OUTPUT: "the output of {}",
@@ -70,7 +68,7 @@ PARAMETERS = {
 
 def in_words(entry: Mapping[str, Any]) -> str:
     """Return what a tensor of a record is."""
-    name, kind = entry["name"] or "the model", entry.get("kind", "")
+    name, kind = entry.get("name") or "the model", entry.get("kind", "")
     if entry["group"] == "activation":
         return PLACES[kind].format(f"{name} ({entry['of']})")
     if entry["group"] == "collective":
