@@ -170,7 +170,7 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
                 made = made or some
                 model_profile(config, model_provider)
                 numbers = range(config.model.num_layers)
-                kinds = len({model.layer_config(i) for i in numbers})
+                kinds = len({repr(model.layer_config(i)) for i in numbers})
                 if kinds > most and most != count or not best:
                     best, most, count = some, kinds, len(numbers)
         if best:
