@@ -85,7 +85,7 @@ from training.run.output import note_of
 from training.run.pipeline_stages import rank_stages, uses_of
 from training.run.process import PROGRAM, as_process, refuse
 from training.run.rendezvous import meet
-from training.run.same_settings import compare
+from training.run.same_settings import settings_of
 from training.run.sample import draw_sample
 from training.run.saver import Saver
 from training.run.start import (
@@ -444,9 +444,10 @@ def main(
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             activity.what = "meeting the other ranks"
-            store = meet(timeout, launch, activity=activity) if launch.world > 1 else None
-            if store is not None:
-                compare(config, digests | agreed(device), launch, store, activity)
+            store = None
+            if launch.world > 1:
+                shared = settings_of(config, digests | agreed(device), launch)
+                store = meet(timeout, launch, activity=activity, settings=shared)
             monitor = new_monitor(config, grid, launch, store, report_to, activity)
             with monitor, memory_report.enough():
                 monitor.action = "connecting the process groups"

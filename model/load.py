@@ -24,6 +24,7 @@ from mpu.mup import MuP, Widths
 from mpu.param import GROUPS
 
 HERE = Path(__file__).resolve().parent
+FORKS = "examples/forks"  # worked forks, those of Hugging Face's models by model_type
 NO_MODELS = ("__init__", "huggingface", "load", "sizes")  # other files of this folder
 # by model_type, where the names differ
 FILES = {
@@ -183,9 +184,10 @@ def model_file_of(
         raise ValueError(f"it was trained with --model-file {named}: give that too")
     if kind in MISSING:
         raise ValueError(missing_in(kind))
+    fork = f"{FORKS}/{kind}.py" if str(kind).isidentifier() else ""
+    meant = f"--model-file {fork}" if (HERE.parent / fork).is_file() else "the fork's --model-file"
     raise ValueError(
-        f"config.json: model_type is {kind!r}, and Weft has {', '.join(known)}: give the fork's "
-        "--model-file"
+        f"config.json: model_type is {kind!r}, and Weft has {', '.join(known)}: give {meant}"
     )
 
 

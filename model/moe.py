@@ -347,9 +347,11 @@ class MoE(llama.Llama):
         return replace(self.config, moe_layer_freq=int(self.config.sparse(i)))
 
 
-def hf_modules(config: MoEConfig) -> Mapping[str, tuple[str, ...]]:
-    """Return a block's modules, and Hugging Face's modules that are fused in each."""
-    mixtral = hf_kind(config) == "mixtral"
+def hf_modules(config: MoEConfig, kind: str = "") -> Mapping[str, tuple[str, ...]]:
+    """Return a block's modules, and Hugging Face's modules that are fused in each. kind: a fork's
+    own model_type, whose experts have the names that all but a Mixtral's have.
+    """
+    mixtral = (kind or hf_kind(config)) == "mixtral"
     at = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     numbers = range(config.num_experts)

@@ -92,9 +92,11 @@ def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> An
 
 
 def again(error: BaseException) -> str:
-    """Say how a tensor that the loss overwrites is used a second time."""
+    """Say how a tensor is used a second time that is overwritten, as the loss does the logits."""
     if "modified by an inplace operation" not in str(error):
         return ""
+    if "AllGatherMatmul" not in str(error):  # no ColumnParallelLinear's output
+        return " keeps it for backward, and a later line writes over it: make a new tensor there"
     return "; the loss writes the gradient of the logits over them: use logits.clone() there"
 
 
@@ -156,6 +158,7 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
     that more layers have, unless each layer is of its own kind; else the usual ones.
     """
     known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
+    made: tuple[str, ...] = ()  # of a model that is made and does not run
     for needs in NEEDS:
         best: tuple[str, ...] = ()
         most = count = 0
@@ -163,15 +166,16 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
             some = sizes(full, experts, known, needs | layers)
             with suppress(Exception):
                 config = replace(desk, sizes=some).config(one)
-                model_profile(config, model_provider)
                 model = model_provider(config, meta_context(config, Grid()))
+                made = made or some
+                model_profile(config, model_provider)
                 numbers = range(config.model.num_layers)
                 kinds = len({model.layer_config(i) for i in numbers})
                 if kinds > most and most != count or not best:
                     best, most, count = some, kinds, len(numbers)
         if best:
             return with_short_windows(replace(desk, sizes=best), one)
-    return sizes(full, experts, known)
+    return made or sizes(full, experts, known)
 
 
 def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:

@@ -64,7 +64,6 @@ from training.data.loader import Loader
 saving = sys.modules["training.checkpoint.save"]
 POINTS = {
     "before the meeting": (pretrain_llama, "meet"),
-    "comparing": (pretrain_llama, "compare"),
     "connect": (Grid, "connect"),
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),

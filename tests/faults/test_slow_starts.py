@@ -31,11 +31,6 @@ HELD = {
         rf"\[rank 0\] waiting for rank 1 \(on .*\), to connect to {POINT}{SECONDS}",
         r"\[rank 0\] rank 1 \(.*\) connected, after \d+ s",
     ),
-    "comparing": (
-        1,
-        rf"\[rank 0\] waiting for rank 1 \(process \d+ on .*\), to send the settings.*{SECONDS}",
-        r"\[rank 0\] rank 1 \(.*\) sent settings, after \d+ s",
-    ),
     "connect": (1, r"\[rank 0\] connecting .*; rank 1 is at: connecting .*: \d+ s so far$", "done"),
     "loading": (
         1,

@@ -69,6 +69,9 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
     with pytest.raises(ValueError, match="model_type is 'gptj', and Weft has llama, moe, qwen2"):
         model_file_of({"model_type": "gptj"})
+    for kind, file in {"phi3": r"examples/forks/phi3\.py$", "../arcee": "the fork's "}.items():
+        with pytest.raises(ValueError, match=f"give (--model-file )?{file}"):
+            model_file_of({"model_type": kind})
 
 
 @pytest.mark.parametrize("kind", MISSING)

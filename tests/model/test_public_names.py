@@ -32,7 +32,7 @@ NAMES = {
     ),
     "mpu.layers.packed_seq_params": ("PackedSeqParams",),
     "mpu.layers.qkv": ("add_bias", "local_heads", "qkv_linear"),
-    "mpu.layers.rope": ("Yarn", "rope_frequencies", "rope_table"),
+    "mpu.layers.rope": ("LINEAR", "Yarn", "rope_frequencies", "rope_table"),
     "mpu.mup": ("MuP", "Widths"),
     "mpu.param": (
         "GROUPS", "Region", "divide", "draw_normal", "parameter", "placement_of", "saved_buffers",

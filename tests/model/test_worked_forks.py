@@ -249,6 +249,12 @@ def test_widths_grow_with_depth(paths):
     assert [layer.mlp.down.weight.shape[1] for layer in model.layers.values()] == [64, 128, 192]
 
 
+def test_an_odd_part_of_a_head_is_refused(paths):
+    case = case_of("glm4", paths["glm4"]) | {"extra": (("rotary_factor", 0.2),)}
+    with pytest.raises(ValueError, match=r"rotary_size is \d+: it must be even, from 2 to \d+"):
+        model_provider(config_of(case), LayerContext(device=torch.device("meta")))
+
+
 @torch.no_grad()
 def logits_in(comm: Any, root: str, file: str | None, tokens: torch.Tensor) -> torch.Tensor:
     """Load a Hugging Face directory cut over all ranks; return the logits [b, s, V]."""

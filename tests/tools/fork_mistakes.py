@@ -6,11 +6,11 @@
 Each is a few edits of a model's file. `said` is what fork-check must print of its cause. A mistake
 that nothing here can see has said = "": docs/forking.md lists these.
 
-Of the first 38 of them 7 ended in a sentence with their cause when they were written; now all but
-one do.
+All but one end in a sentence with their cause.
 """
 
 import io
+import re
 import sys
 import tempfile
 import time
@@ -37,6 +37,7 @@ OLMO2, GEMMA2, PHI, GRANITE = (
     f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite")
 )
 BITNET, PHI3 = "examples/forks/bitnet.py", "examples/forks/phi3.py"
+GEMMA3, GLM4 = "examples/forks/gemma3.py", "examples/forks/glm4.py"
 MLP = "        return swiglu(x, self.gate_up, self.down)\n"
 READS = "    return read_hf_config(hf, MODEL_TYPE)\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
@@ -92,27 +93,6 @@ MISTAKES = {
         },
         SWAPPED,
     ),
-    "keys and values swapped": Mistake(
-        LLAMA,
-        {
-            '"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"': (
-                '"self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj"'
-            )
-        },
-        SWAPPED,
-    ),
-    "post norms swapped": Mistake(
-        OLMO2,
-        {
-            '"attention_norm": ("post_attention_layernorm",)': (
-                '"mlp_norm": ("post_attention_layernorm",)'
-            ),
-            '"mlp_norm": ("post_feedforward_layernorm",)': (
-                '"attention_norm": ("post_feedforward_layernorm",)'
-            ),
-        },
-        SWAPPED,
-    ),
     "a name that transformers does not have": Mistake(
         PHI, {'("self_attn.dense",)': '("self_attn.o_proj",)'}, "hf_names does not name the weights"
     ),
@@ -120,21 +100,15 @@ MISTAKES = {
         QWEN2, {"qkv_bias = True": "qkv_bias = False"}, "it also needs model.layers.0.self_attn"
     ),
     # sizes
-    "the base of RoPE dropped": Mistake(
-        LLAMA,
-        {READS: READS.replace("(hf, ", "({**hf, 'rope_theta': 10000.0}, ")},
-        "rotary_base = ",
-    ),
     "the scaling of RoPE dropped": Mistake(
         LLAMA, {'"rope_scaling": rope_scaling(config)': '"rope_scaling": None'},
         "rope_scaling_factor = ",
     ),
-    "tied embeddings dropped": Mistake(
-        LLAMA, {READS: READS.replace("(hf, ", "({**hf, 'tie_word_embeddings': False}, ")},
-        "tied = ",
-    ),
     "the share of RoPE dropped": Mistake(
         PHI, {", rotary_factor=factor": ", rotary_factor=0.5"}, "rotary_factor = "
+    ),
+    "the base of some layers dropped": Mistake(
+        GEMMA3, {'local["rope_theta"]}': "10000.0}"}, "with rope_parameters.sliding_attention = "
     ),
     "a multiplier dropped": Mistake(
         GRANITE, {'residual = hf["residual_multiplier"]': "residual = 1.0"},
@@ -171,6 +145,26 @@ MISTAKES = {
     ),
     "a multiplier of one branch alone": Mistake(
         GRANITE, {"self.mlp(x) * self.multiplier": "self.mlp(x)"}, THEIRS
+    ),
+    "RoPE of halves where neighbours are due": Mistake(
+        GLM4,
+        {"        qk = torch.cat([qk[..., 0:r:2], qk[..., 1:r:2], qk[..., r:]], -1)\n": (
+            "        qk = qk + 0  # here\n"
+        )},
+        "from that of model.layers.0.self_attn.o_proj; made in fork_HERE",
+    ),
+    "a norm left out": Mistake(
+        GLM4, {"self.mlp_out_norm(self.mlp(x))": "self.mlp(x)  # here"}, "; made in fork_HERE"
+    ),
+    "a window that is one too long": Mistake(
+        GEMMA3, {"self.window = config.sliding_window": (
+            "self.window = config.sliding_window and config.sliding_window + 1"
+        )},
+        "the input of layers.0.attention.proj is the first after the output of",
+    ),
+    "the sixth layer as the others": Mistake(
+        GEMMA3, {"chunk(2, -1)[self.window > 0]": "chunk(2, -1)[1]"},
+        "the model does not depend on rotary_base",
     ),
     "one norm for queries and keys": Mistake(
         QWEN3, {"self.k_norm(k.contiguous())": "self.q_norm(k.contiguous())"},
@@ -213,6 +207,25 @@ MISTAKES = {
         LLAMA, {"        self.blocks = [[": "        for i in numbers[1:]:\n            self.layers"
                 "[str(i)].mlp = self.layers[str(numbers[0])].mlp\n        self.blocks = [["},
         "which are on several pipeline ranks, and each would train", LAYOUTS,
+    ),
+    # what a layer keeps or writes over
+    "layers counted from a rank's first": Mistake(
+        GEMMA3,
+        {"    def layer_config(self, i: int) -> LlamaConfig:\n": (
+            "    def layer_config(self, i: int) -> LlamaConfig:\n"
+            "        i -= self.stages[0].layers.start\n"
+        )},
+        "only in pipelines", "pp 2 1f1b; tp 2; dp 2",
+    ),
+    "a sum in place": Mistake(
+        GLM4,
+        {
+            "        x, h = self.mlp_norm(h, branch)\n": (
+                "        x, h = self.mlp_norm(h, branch)  # here\n"
+            ),
+            "h + self.mlp_out_norm(self.mlp(x))": "h.add_(self.mlp_out_norm(self.mlp(x)))",
+        },
+        "HERE keeps it for backward, and a later line writes over it",
     ),
     # what stops a run
     "a shape that depends on values": Mistake(
@@ -274,6 +287,14 @@ MISTAKES = {
         )},
         "HERE; the loss writes the gradient of the logits over them: use logits.clone() there",
     ),
+    "a norm in fp32": Mistake(
+        PHI,
+        {"        return F.layer_norm(x, w.shape, w, b, self.eps)\n": (
+            "        x = x.float()  # here\n"
+            "        return F.layer_norm(x, w.shape, w.float(), b.float(), self.eps).to(w.dtype)\n"
+        )},
+        "fp64 becomes float32 (fork_HERE), so no two layouts would agree",
+    ),
     "an error on one rank": Mistake(
         LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},
         "KeyError: 1, fork", LAYOUTS,
@@ -309,8 +330,9 @@ def checked(mistake: Mistake, folder: Path) -> tuple[int, str]:
     text = out.getvalue()
     for n in at:  # the line that is planted
         text = text.replace(f"({path.name}:{n})", "(fork_HERE)").replace(
-            f"{path.name} line {n};", "HERE;"
+            f"{path.name} line {n}", "HERE"
         )
+        text = re.sub(rf"{re.escape(path.name)}, line (\d+, )*{n}\b", "fork_HERE", text)
     return code, text
 
 

@@ -388,6 +388,16 @@ def test_the_tensor_that_is_named_first_is_the_right_one(name, tmp_path):
 
 
 @pytest.mark.prove
+def test_an_update_by_rounding_is_no_mistake(tmp_path, capfd):
+    """A key's bias shifts all scores of a query alike, so without RoPE its gradient is 0."""
+    none = "    def frequencies(self):\n        return 0 * super().frequencies()\n"
+    path = write(tmp_path, "qwen2", {"    block = Block\n": f"    block = Block\n\n{none}"})
+    main(["--model", str(path), "--only", "dp 2"])
+    out = capfd.readouterr().out
+    assert "dp 2" in out and "its update differs" not in out, out
+
+
+@pytest.mark.prove
 def test_a_crash_of_the_check_itself_is_a_sentence(monkeypatch, capfd):
     def crash(*_):
         raise KeyError("no such row")

@@ -111,7 +111,8 @@ def where(ended: Sequence[Ended], folder: Path, limit: float, model: str = "") -
     places = []
     for rank, (answer, code) in enumerate(ended):
         path = log_of(folder, rank)
-        lines = path.read_text().splitlines() if path.is_file() else []
+        text = path.read_text() if path.is_file() else ""
+        lines = text.rpartition("most recent call first")[2].splitlines()  # of the main thread
         frames = [line.strip() for line in lines if line.strip().startswith("File ")]
         frames = [frame for frame in frames if "/mpu/comm/" not in frame] or frames
         if code and answer is None:

@@ -99,6 +99,13 @@ def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
     return found
 
 
+def _other_ropes(key: str, value: Any) -> list[Any]:
+    """Return other values of a field of rope_parameters, which has one for each kind of layers."""
+    if isinstance(value, dict):
+        return [{**value, k: other} for k, v in value.items() for other in _other_ropes(k, v)]
+    return [value / 2] if "factor" in key else list(others(key, value))[:1]
+
+
 def _unfit(unknown: list[str], missing: list[str]) -> str:
     """Say which names do not fit."""
     return "; ".join(
@@ -333,7 +340,10 @@ class _Theirs:
             off = (self.logits(theirs) - ours).norm() / ours.norm()
             self.weights = right
             if off <= SAME:
-                return f", and agree where {one} and {two} are exchanged: hf_names has them swapped"
+                return (
+                    f", and agree where {one} and {two} are exchanged: hf_names has them swapped, "
+                    "or forward takes one for the other"
+                )
         return ""
 
     def fields(self, config: Any, want: Tensor) -> tuple[list[Finding], int]:
@@ -350,7 +360,7 @@ class _Theirs:
         varied += [
             (f"rope_parameters.{key}", {**base, "rope_parameters": {**rope, key: other}})
             for key, value in rope.items()
-            for other in ([value / 2] if "factor" in key else list(others(key, value))[:1])
+            for other in _other_ropes(key, value)
         ]
         found: list[Finding] = []
         count = 0

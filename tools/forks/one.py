@@ -7,9 +7,12 @@ loss. `decode` is compared with `forward`. Random numbers and the names in a che
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,7 @@ from model.llama import Llama
 from model.load import load_model_file
 from mpu.grid import Grid
 from mpu.param import Piece, placement_of, unique_parameters
+from mpu.torch_private import DispatchMode
 from pretrain_llama import LlamaRun, model_provider
 from tools.compare.first_difference import Allowed
 from tools.compare.join import Side
@@ -54,6 +58,34 @@ def names_of(config: Config) -> list[tuple[str, str]]:
         if count > 1
     ]
     return [("names", line) for line in found]
+
+
+class Casts(DispatchMode):
+    """Note the lines of a file that round a tensor of fp64. lines: {line: dtype}."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.lines = file, dict[int, torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        frame: FrameType | None = sys._getframe(1)
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 != y.dtype:
+            while y.is_floating_point() and frame is not None:
+                if frame.f_code.co_filename == self.file:
+                    self.lines.setdefault(frame.f_lineno, y.dtype)
+                    break
+                frame = frame.f_back
+        return y
+
+    def said(self) -> list[str]:
+        """Return a sentence for each line."""
+        return [
+            f"fp64 becomes {str(kind).removeprefix('torch.')} ({Path(self.file).name}:{line}), so "
+            "no two layouts would agree: take ctx.accumulate, which is fp64 with --fp64 and fp32 "
+            "in a run in bf16"
+            for line, kind in sorted(self.lines.items())
+        ]
 
 
 def draws(run: LlamaRun, forward: Callable[[Path | None], float], folder: Path) -> str:

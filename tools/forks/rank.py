@@ -50,6 +50,7 @@ from tools.forks.case import (
 from tools.forks.fields import fields_of_config, keys_of_json
 from tools.forks.huggingface import compare as compare_transformers
 from tools.forks.one import (
+    Casts,
     decodes,
     derivatives,
     draws,
@@ -196,7 +197,11 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     if why := draws(run, lambda folder: forward(run, folder), Path(desk.folder, "draws")):
         report.findings.append(("random", "", why))
         return
-    first = forward(run)
+    with Casts(desk.model) as casts:
+        first = forward(run)
+    if lines := casts.said():
+        report.findings += [("rounded", "", line) for line in lines]
+        return
     losses = [step(run, number, desk.record(case.name, number))[0] for number in range(3)]
     report.errors["loss"] = abs(first - losses[0])
     put(run, start)

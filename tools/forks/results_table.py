@@ -21,6 +21,7 @@ MEASURED = {  # kinds of tensors of a record that are a column
 STEPS = ("first", "second", "third")
 FACTORS = {"a sum twice": 2.0, "divided": 0.5}  # by which a gradient of such a kind is wrong
 ALONE = {
+    "rounded",
     "derivative",
     "decode",
     "plan",
@@ -43,6 +44,7 @@ WORDY = {
     "internal",
 }  # their sentences differ in more than a number
 BLOCKING = {
+    "rounded",
     "names",
     "random",
     "raised",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wait for what other ranks write into the store at which all meet, and print who is late.
 
-    rank r   here/r = its host, process, and place on its node
+    rank r   here/r = its host, process, place on its node, and a digest of its settings
     rank 0   late/WAIT = "", once it has printed that ranks are late in this wait
 
 Rank 0 names the ranks that it waits for, with their hosts. The others wait for rank 0, and print so
@@ -23,10 +23,10 @@ from training.files.untrusted import printable
 MOST = 4  # nodes that one line names
 
 
-def place_of(launch: Launch) -> str:
-    """Return this rank's host, process, and place on its node, for here/RANK."""
+def place_of(launch: Launch, settings: str) -> str:
+    """Return this rank's host, process, place on its node and digest of settings: here/RANK."""
     about = [socket.gethostname(), os.getpid(), launch.local_rank, launch.local_world]
-    return json.dumps(about)
+    return json.dumps([*about, settings])
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -80,7 +80,7 @@ def _place(store: Any, rank: int) -> tuple[str, int, int]:
     """Return a rank's host, process and place on its node, ("", 0, 0) where it has written none."""
     try:
         if store.check([f"here/{rank}"]):
-            host, process, local_rank, _ = json.loads(store.get(f"here/{rank}").decode())
+            host, process, local_rank, *_ = json.loads(store.get(f"here/{rank}").decode())
             return printable(str(host), most=99), int(process), int(local_rank)
     except (RuntimeError, ValueError, TypeError):  # of another version of the program
         pass

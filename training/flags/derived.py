@@ -21,6 +21,8 @@ from training.settings.batch_size import parse_schedule
 from training.settings.config import SECTIONS, Config
 from training.settings.pipeline_schedule import virtual_stages
 
+GPT2 = "GPT2BPETokenizer"
+
 
 @dataclass
 class Values:
@@ -115,8 +117,11 @@ def _tokenizer(v: Values) -> None:
     vocab_file = data.pop("vocab_file", None)
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")
+    if vocab_file and "tokenizer_type" not in data:  # the default of Megatron-LM's pretrain_gpt.py
+        data["tokenizer_type"] = GPT2
+        v.notes.append(f"--vocab-file without --tokenizer-type: {GPT2}, as in Megatron-LM")
     kind = data.get("tokenizer_type")
-    if kind == "GPT2BPETokenizer":
+    if kind == GPT2:
         data["tokenizer_model"] = vocab_file  # as there, --tokenizer-model is not read
     if kind == "HuggingFaceTokenizer" and load and "--use-checkpoint-args" not in v.given:
         data.setdefault("tokenizer_model", load)  # else it takes the checkpoint's tokenizer

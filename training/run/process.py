@@ -39,8 +39,8 @@ def refuse(
     """Print what is wrong in one sentence, once a node, and return `code`.
 
     All ranks fail with the same message, so the first rank of a node prints it. The code is 1 where
-    ranks stayed away, which is no mistake. alone: the ranks have not compared yet; this one tells
-    those that wait in `compare`, or prints where it cannot. typed: the program and its flags; one
+    ranks stayed away, which is no mistake. alone: the ranks have not met yet; this one tells
+    those that wait in `meet`, or prints where it cannot. typed: the program and its flags; one
     process that needs more ranks prints the line which starts them.
     """
     text = sentence(error)
@@ -68,7 +68,7 @@ def start_line(typed: Sequence[str], ranks: int) -> str:
 
 
 def _refuse_others(text: str, launch: Launch) -> bool:
-    """Tell the ranks that wait in `compare`; return whether they were reached."""
+    """Tell the ranks that wait in `meet`; return whether they were reached."""
     try:
         meet(SHORT, launch, refused=text)
     except RendezvousError:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meet at MASTER_ADDR:MASTER_PORT, or say within the timeout who did not come.
+"""Meet at MASTER_ADDR:MASTER_PORT, or say within the timeout who did not come, and whether a rank
+that came has other settings.
 
 torchrun keeps one store over all restarts of a run, so an answer found there may be an old one. And
 after a restart its agents may count restarts differently, so their count does not name the start.
@@ -7,13 +8,18 @@ Rank 0 therefore draws a name for this start, and the others show that they are 
 
     rank r   hello/r = nonce, restarts, "" or why this rank refuses to start
     rank 0   answer/nonce = name
-    rank r   name/here/r = where it is
-    rank 0   name/roll = "", or why nothing starts, once all are here or the time is up
+    rank r   name/here/r = where it is, and a digest of its settings
+    rank 0   name/roll = "", or why nothing starts, once all are here or the time is up;
+             "settings: r" where r is the first that has another digest
+    rank r   name/settings = its settings
+    rank 0   name/verdict = how they differ
 
 `calls` counts what ranks have written, so that rank 0 asks for one number while nobody comes. What
 the ranks tell each other later is kept under that name.
 """
 
+import hashlib
+import json
 import secrets
 import socket
 import threading
@@ -28,8 +34,10 @@ import torch.distributed as dist
 from mpu.launch import Launch
 from training.faults.activity import Activity
 from training.faults.address import is_loopback, listen, resolve
-from training.faults.store import await_key, late_ranks, place_of, spans
+from training.faults.store import await_key, late_ranks, place_of, poll, spans
+from training.faults.wire import PRINTED
 from training.files.untrusted import printable
+from training.run.same_settings import difference
 from training.settings.config import UsageError
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
@@ -37,6 +45,8 @@ ACKNOWLEDGED = 5.0  # seconds, at most, that rank 0 waits for all others to read
 ATTEMPT = 5.0  # seconds, at most, of the first attempt to connect to rank 0's store
 MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
 ABSENT = "absent: "  # begins a verdict that is no mistake
+OTHER = "settings: "  # begins what asks a rank for its settings
+ASKED = 30.0  # seconds, at most, that a rank takes to send them
 LOOK = 5.0  # seconds after which rank 0 looks for each rank, even if nobody has counted
 T = TypeVar("T")
 State = list[Callable[[], str]]  # one, which says what is wrong where nothing more comes
@@ -51,12 +61,17 @@ class RendezvousError(UsageError):
 
 
 def meet(
-    timeout: timedelta, launch: Launch, refused: str = "", activity: Activity | None = None
+    timeout: timedelta,
+    launch: Launch,
+    refused: str = "",
+    activity: Activity | None = None,
+    settings: str = "",
 ) -> dist.Store:
     """Return a store that the ranks of this start share, once all are here.
 
-    refused: why this rank does not start. activity: prints who is late. Raises RendezvousError
-    where ranks stay away for `timeout`, UsageError with the reason where one refuses.
+    refused: why this rank does not start. activity: prints who is late. settings: what all ranks
+    must have in common (same_settings.py). Raises RendezvousError where ranks stay away for
+    `timeout`, UsageError, on every rank, where one refuses or has other settings.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     activity = activity or Activity(launch)
@@ -66,7 +81,7 @@ def meet(
             store = _open(launch, deadline, timeout, state, activity)
             state[0] = lambda: f"rank 0's store at {_where(launch)} no longer answers"
             join = _rank_0 if launch.rank == 0 else _other_rank
-            name = join(store, launch, deadline, refused, activity)
+            name = join(store, launch, deadline, refused, activity, settings)
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             text = printable(str(error).splitlines()[0])
             raise RendezvousError(f"{state[0]()}: {text}") from None
@@ -172,14 +187,20 @@ def _connected(
 
 
 def _rank_0(
-    store: dist.Store, launch: Launch, deadline: float, refused: str, activity: Activity
+    store: dist.Store,
+    launch: Launch,
+    deadline: float,
+    refused: str,
+    activity: Activity,
+    settings: str,
 ) -> str:
     """Call the roll; return the name of this start. Raises UsageError, RendezvousError."""
     name, begun = secrets.token_hex(8), time.monotonic()
     absent, told = set(range(1, launch.world)), list[int]()
     verdict, reported = f"rank 0: {refused}" if refused else "", False
     names = dist.PrefixStore(f"weft/{name}", store)
-    names.set("here/0", place_of(launch))
+    own, odd = _digest(settings), list[int]()
+    names.set("here/0", place_of(launch, own))
 
     def missing() -> str:
         told[:] = told or sorted(absent)
@@ -209,6 +230,8 @@ def _rank_0(
                             verdict = verdict or f"rank {rank}: {printable(why)}"
                     if names.check([f"here/{rank}"]):
                         absent.remove(rank)
+                        *_, theirs = json.loads(names.get(f"here/{rank}"))
+                        odd += [rank] if theirs != own else []
             if verdict and not reported:
                 names.set("roll", verdict)
                 reported, deadline = True, min(deadline, time.monotonic() + ACKNOWLEDGED)
@@ -220,6 +243,14 @@ def _rank_0(
         verdict = f"{ABSENT}{spans(late)} did not connect to {_where(launch)} in {seconds:.0f} s"
         if launch.local_world < launch.world:
             verdict += f": {late_ranks(late, names, launch)}"
+    if odd and not verdict:
+        reported, other = True, min(odd)
+        names.set("roll", f"{OTHER}{other}")
+        theirs = poll(names, "settings", time.monotonic() + ASKED)
+        verdict = f"{ABSENT}rank {other} connected and then ended"
+        if theirs is not None:
+            verdict = difference(settings, theirs, other)
+        names.set("verdict", verdict)
     if not reported:
         names.set("roll", verdict)
     if not verdict:
@@ -230,8 +261,17 @@ def _rank_0(
     raise _error(verdict)
 
 
+def _digest(settings: str) -> str:
+    return hashlib.sha256(settings.encode()).hexdigest()
+
+
 def _other_rank(
-    store: dist.Store, launch: Launch, deadline: float, refused: str, activity: Activity
+    store: dist.Store,
+    launch: Launch,
+    deadline: float,
+    refused: str,
+    activity: Activity,
+    settings: str,
 ) -> str:
     """Say hello to rank 0; return the name of this start. Raises UsageError, RendezvousError."""
     nonce, until = secrets.token_hex(8), deadline + MARGIN
@@ -250,10 +290,17 @@ def _other_rank(
         activity=activity, wait="", what=answers,
     )  # fmt: skip
     names = dist.PrefixStore(f"weft/{name}", store)
-    names.set(f"here/{launch.rank}", place_of(launch))
+    names.set(f"here/{launch.rank}", place_of(launch, _digest(settings)))
     store.add("weft/calls", 1)
     calls = f"rank 0, which has connected to {where}, to see all ranks there"
     verdict = await_key(names, "roll", until, gone, activity=activity, wait="roll", what=calls)
+    if verdict.startswith(OTHER):
+        if verdict == f"{OTHER}{launch.rank}":
+            names.set("settings", settings)
+        verdict = await_key(
+            names, "verdict", time.monotonic() + ASKED + MARGIN, gone,
+            activity=activity, wait="settings", what="rank 0, to compare the ranks' settings",
+        )  # fmt: skip
     if not verdict:
         return name
     names.add("heard", 1)
@@ -262,5 +309,5 @@ def _other_rank(
 
 def _error(verdict: str) -> UsageError:
     if verdict.startswith(ABSENT):
-        return RendezvousError(printable(verdict.removeprefix(ABSENT)), reported=True)
-    return UsageError(printable(verdict))
+        return RendezvousError(printable(verdict.removeprefix(ABSENT), most=PRINTED), reported=True)
+    return UsageError(printable(verdict, most=PRINTED))

@@ -98,7 +98,7 @@ def _rope(fields: Mapping[str, Any], length: int | None) -> str:
     """
     scaling, theta = fields.get("rope_scaling") or {}, fields.get("rope_theta")
     try:
-        flag = SCALED_BY.get(scaling.get("rope_type"), "--rope-scaling-factor")
+        flag = SCALED_BY.get(str(scaling.get("rope_type")), "--rope-scaling-factor")
         text = f"--rotary-base {theta:g}, "
         factor = f"{flag} {scaling['factor']:g}" if scaling else ""
         text += factor or "no --use-rope-scaling"

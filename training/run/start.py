@@ -2,7 +2,7 @@
 """What a rank does up to its first step, in the order of main() and work() of pretrain_llama.py:
 
     prepare               alone: the device, a trial call of each kernel, the tokenizer, the data
-    meet, compare         all ranks find each other, and have the same settings (same_settings.py)
+    meet                  all ranks find each other, and have the same settings (same_settings.py)
     new_monitor, connect  the failure channel, the process groups, memory that ranks share
     build                 the model, its buckets, its optimizer (pretrain_llama.py)
     describe              prints what the flags and the machine make of the run

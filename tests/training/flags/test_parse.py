@@ -205,6 +205,12 @@ def test_gpt2s_tokenizer_reads_its_own_two_flags(tmp_path):
     data = read(f"--tokenizer-type GPT2BPETokenizer --tokenizer-model unread {files}").data
     assert (data.tokenizer_model, data.merge_file) == (f"{tmp_path}/v.json", f"{tmp_path}/m.txt")
     assert "--vocab-file has no effect without" in "\n".join(read(files).notes)
+    # as in Megatron-LM's pretrain_gpt.py, where a text's tokenizer is GPT-2's by default
+    text = SMALL.replace("--mock-data", f"--dry-run --data-path x {files}")
+    config = parse(text.split(), 1)
+    for name in ("tokenizer_type", "tokenizer_model", "merge_file"):
+        assert getattr(config.data, name) == getattr(data, name)
+    assert "--vocab-file has no effect" not in "\n".join(config.notes)
 
 
 def test_a_fork_may_have_a_flag_that_is_refused_without_it():

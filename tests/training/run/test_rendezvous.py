@@ -15,10 +15,9 @@ from mpu.launch import Launch, Rendezvous
 from tests.sampling import sampled
 from training.faults import activity as slow_start
 from training.faults.activity import Activity
-from training.faults.store import late_ranks, spans
-from training.run import rendezvous, same_settings
+from training.faults.store import late_ranks, place_of, spans
+from training.run import rendezvous
 from training.run.rendezvous import RendezvousError, meet
-from training.run.same_settings import _exchange
 from training.settings.config import UsageError
 
 MARGIN = 0.3  # seconds, in place of the program's
@@ -143,39 +142,31 @@ def test_who_is_late_is_told_before_the_time_is_over(start, free_port, monkeypat
     assert str(results[1]).startswith(f"rank 0 did not connect to {where}")
 
 
-def test_who_sends_no_settings_is_named_to_all(start, monkeypatch):
-    """Rank 2 meets the others and hangs; rank 1 says nothing of rank 0, which tells it."""
-    monkeypatch.setattr(slow_start, "FIRST", 0.2)
-    monkeypatch.setattr(same_settings, "COMPARING", 1.0)
-    three, told = start(3), {rank: list[str]() for rank in range(3)}
+def test_other_settings_are_named_to_all(start):
+    """Of the first rank that has others, which alone sends all of them."""
+    settings = {0: '{"lr": 1}', 1: '{"lr": 1}', 2: '{"lr": 2}', 3: '{"lr": 3}'}
+    comes = lambda launch: meet(LONG, launch, settings=settings[launch.rank])  # noqa: E731
+    results = start(4).run(dict.fromkeys(range(4), comes))
+    text = "--lr is 1 on rank 0 and 2 on rank 2: all ranks need the same value"
+    for error in results.values():
+        assert not isinstance(error, RendezvousError) and str(error) == text
 
-    def compared(launch: Launch) -> None:
-        activity = Activity(launch, told[launch.rank].append)
-        _exchange("{}", launch, meet(LONG, launch), activity)
 
-    results = three.run({0: compared, 1: compared, 2: coming})
+def test_a_rank_that_ends_where_it_is_asked_for_its_settings(start, monkeypatch):
+    monkeypatch.setattr(rendezvous, "ASKED", 0.5)
+
+    def ends(launch: Launch) -> None:
+        store = dist.TCPStore("127.0.0.1", launch.point.port, 3, False, LONG, False)
+        store.set("weft/hello/2", "nonce 0 ")
+        store.add("weft/calls", 1)
+        names = dist.PrefixStore(f"weft/{store.get('weft/answer/nonce').decode()}", store)
+        names.set("here/2", place_of(launch, "another digest"))
+        store.add("weft/calls", 1)
+
+    results = start(3).run({0: coming, 1: coming, 2: ends})
     for rank in (0, 1):
         assert isinstance(results[rank], RendezvousError) and results[rank].reported
-        assert str(results[rank]).startswith("rank 2 (process ")
-        assert str(results[rank]).endswith(" connected and then sent no settings in 1 s")
-    assert told[0][0].startswith("[rank 0] waiting for rank 2 (process ") and not told[1]
-    assert not [line for line in told[0] if "sent settings" in line]
-
-
-@pytest.mark.prove
-def test_a_rank_0_that_hangs_after_the_meeting_is_told_by_one_rank(start, monkeypatch):
-    monkeypatch.setattr(slow_start, "FIRST", 0.2)
-    monkeypatch.setattr(same_settings, "COMPARING", 1.0)
-    monkeypatch.setattr(same_settings, "MARGIN", 0.3)
-    three, told = start(3), {rank: list[str]() for rank in range(3)}
-
-    def compared(launch: Launch) -> None:
-        _exchange("{}", launch, meet(LONG, launch), Activity(launch, told[launch.rank].append))
-
-    results = three.run({0: coming, 1: compared, 2: compared})
-    assert {str(results[rank]) for rank in (1, 2)} == {"rank 0 connected and then ended"}
-    (lines,) = [lines for lines in told.values() if lines]
-    assert "waiting for rank 0, to compare the ranks' settings: waited" in lines[0]
+        assert str(results[rank]) == "rank 2 connected and then ended"
 
 
 class Kept(dict):
@@ -320,11 +311,10 @@ def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
     assert isinstance(three.run({1: refusing})[1], RendezvousError)  # nobody heard it
 
     def of_the_second(launch: Launch) -> None:
-        _exchange('{"lr": 1}', launch, meet(LONG, launch), Activity(launch))
+        meet(LONG, launch, settings='{"lr": 1}')
 
     def of_the_third(launch: Launch) -> None:
-        settings = '{"lr": 2}' if launch.rank == 2 else '{"lr": 1}'
-        _exchange(settings, launch, meet(LONG, launch), Activity(launch))
+        meet(LONG, launch, settings='{"lr": 2}' if launch.rank == 2 else '{"lr": 1}')
 
     second = three.run(dict.fromkeys(range(3), of_the_second), dict.fromkeys(range(3), 1))
     assert set(second.values()) == {None}

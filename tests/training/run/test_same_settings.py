@@ -22,7 +22,7 @@ def copy(tmp_path: Path) -> Path:
 
 def difference(theirs: dict[str, str]) -> str:
     mine = json.dumps({"run.seed": 1} | sources())
-    return same_settings._difference(mine, json.dumps({"run.seed": 2} | theirs), 3)
+    return same_settings.difference(mine, json.dumps({"run.seed": 2} | theirs), 3)
 
 
 def test_every_source_of_the_product_is_in_it(copy: Path) -> None:

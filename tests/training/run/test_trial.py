@@ -162,7 +162,7 @@ def test_ranks_that_differ_in_triton_are_named(monkeypatch):
     monkeypatch.setattr(available, "why_not", lambda: "")
     mine = agreed(CUDA)
     monkeypatch.setattr(available, "why_not", lambda: "Triton launches no kernel here (no gcc)")
-    said = same_settings._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
+    said = same_settings.difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
     assert said == (
         "what keeps Triton from running is '' on rank 0 and 'Triton launches no kernel here (no "
         "gcc)' on rank 9: all ranks need the same value"
