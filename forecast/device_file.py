@@ -248,7 +248,10 @@ def _number(path: Path, key: str, entry: Any, unit: str) -> tuple[float, ...]:
     if entry["unit"] != unit:
         raise DeviceFileError(f"{path}: {key} is in {unit}, not in {entry['unit']}")
     if not isinstance(entry["source"], str) or len(entry["source"]) < 10:
-        raise DeviceFileError(f"{path}: {key} names no source")
+        raise DeviceFileError(
+            f"{path}: the source of {key} is {entry['source']!r}: it must say where the value is "
+            "from, in 10 letters or more"
+        )
     many = key in ("step_seconds", "tree_seconds")
     values = entry["value"] if many else [entry["value"]]
     if not isinstance(values, list) or len(values) != (len(PROTOCOLS) if many else 1):

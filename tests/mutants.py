@@ -368,17 +368,21 @@ def forked(folder: Path, words: Sequence[str], limit: float, env: dict[str, str]
     if late:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    end_all(env["MUTANTS_KILLER"])
+    end_all(env["MUTANTS_KILLER"], pid)
     if late:
         return 124
     return os.waitstatus_to_exitcode(status[1])
 
 
-def end_all(mark: str) -> None:
-    """Kill every process that has the path `mark` in its environment: what tests left behind."""
+def end_all(mark: str, session: int) -> None:
+    """Kill what tests left behind: every process of a session, and every one that has the path
+    `mark` in its environment, which a fork does not show.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"MUTANTS_KILLER={mark}".encode() in (process / "environ").read_bytes():
+            own = int((process / "stat").read_text().rpartition(")")[2].split()[3])
+            marked = f"MUTANTS_KILLER={mark}".encode() in (process / "environ").read_bytes()
+            if own == session or marked:
                 os.kill(int(process.name), signal.SIGKILL)
 
 

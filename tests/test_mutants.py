@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """tests/mutants.py: what it changes, what it leaves alone, and that a marked file does the same."""
 
+import os
+import signal
+import subprocess
 import sys
 from types import ModuleType
 
@@ -71,6 +74,14 @@ def test_a_marked_file_does_the_same_and_notes_what_ran(monkeypatch):
         hits.clear()
         assert noted["f"](5) == plain["f"](5) == 2.5
         assert hits == [number] * (site.mark != "") or site.line == 5  # a default runs once
+
+
+def test_what_a_mutants_tests_left_behind_is_ended():
+    """A process of their session, which a fork is, though its parent's environment has no mark."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    left = subprocess.Popen(sleeps, start_new_session=True)
+    mutants.end_all("/no/such/mark", os.getsid(left.pid))
+    assert left.wait(30) == -signal.SIGKILL
 
 
 def test_the_nearest_and_shortest_files_run_first():

@@ -43,7 +43,7 @@ from pretrain_llama import model_provider
 from tools.bisect.sides import value_of
 from tools.compare.first_difference import Allowed, compare
 from tools.compare.join import Side
-from tools.compare.launch import Ended, Tell, launch, preload, where
+from tools.compare.launch import Ended, Tell, launch, where
 from tools.compare.verdict import conclude, verdict_of
 from tools.forks.case import Case, Desk, describe_error
 from tools.forks.fields import FEW, windows_of
@@ -55,6 +55,7 @@ from training.run.waiting import time_left, waiting
 from training.run.watch.recorder import FRAME
 
 LOADED = 1e-7  # how far loaded weights may be from one rank's, of their norm
+PRELOADED = ("tools.forks.rank", "transformers.modeling_utils")
 LONGER = 5  # times --timeout for the references, which are asked more and wait for nobody
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
@@ -108,7 +109,6 @@ class Ranks:
     """Starts the ranks of a case. limit: seconds for one; now: for the last one."""
 
     def __init__(self, desk: Desk, limit: float) -> None:
-        preload("tools.forks.rank", "transformers.modeling_utils")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.desk, self.limit, self.now = desk, limit, limit
         self.ended: list[Ended] = []
@@ -117,7 +117,7 @@ class Ranks:
         """Let the ranks do a case; return their answers."""
         self.now = limit_of(case, self.limit)
         work = partial(be_rank, self.desk, case, self.store.port, self.now)
-        self.ended = launch(case.ranks, work, Path(self.desk.folder), self.now)
+        self.ended = launch(case.ranks, work, Path(self.desk.folder), self.now, PRELOADED)
         return [each.answer for each in self.ended]
 
     def hung(self) -> str:
@@ -170,7 +170,7 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
                 made = made or some
                 model_profile(config, model_provider)
                 numbers = range(config.model.num_layers)
-                kinds = len({model.layer_config(i) for i in numbers})
+                kinds = len({repr(model.layer_config(i)) for i in numbers})
                 if kinds > most and most != count or not best:
                     best, most, count = some, kinds, len(numbers)
         if best:

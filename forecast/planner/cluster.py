@@ -149,7 +149,10 @@ def read_cluster(name: str) -> Cluster:
     except DeviceFileError as error:
         raise ClusterError(f"{path}: device: {error}") from None
     if not isinstance(content["source"], str) or len(content["source"]) < 10:
-        raise ClusterError(f"{path}: names no source")
+        raise ClusterError(
+            f"{path}: source is {content['source']!r}: it must say where the numbers are from, in "
+            "10 letters or more"
+        )
     for key in ("nodes", "gpus_per_node"):
         _number(path, key, content[key], 1, integer=True)
     node = content["gpus_per_node"]

@@ -81,12 +81,15 @@ def blocks(flats):
 @pytest.mark.parametrize("tie", sampled(TIES, 2))
 @pytest.mark.parametrize(
     "line,world",
-    [
-        ("", 2),
-        (f"{SP} --zero-stage 3", 4),
-        (f"{SP} --pipeline-model-parallel-size 2 --zero-stage 1 --ddp-bucket-size 9000", 8),
-        ("--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --num-layers 4", 4),
-    ],
+    sampled(
+        [
+            (f"{SP} --zero-stage 3", 4),
+            ("", 2),
+            ("--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --num-layers 4", 4),
+            (f"{SP} --pipeline-model-parallel-size 2 --zero-stage 1 --ddp-bucket-size 9000", 8),
+        ],
+        2,
+    ),
 )
 def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
     config = read(f"{line} {tie} --global-batch-size 16", world)

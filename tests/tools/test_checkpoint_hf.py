@@ -130,7 +130,7 @@ def test_logits_equal_transformers(world: Any, tmp_path: Path, kind: str) -> Non
                 assert (ours - wanted).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled([*KINDS], 2))
 @pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float32, torch.float16], 3))
 def test_a_round_trip_keeps_every_bit(
     tmp_path: Path, kind: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]

@@ -34,7 +34,7 @@ def processor(model):
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0▁")))
 def test_any_text_is_given_back(processor, text):
     assert processor.decode(processor.encode(text)) == text

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tools.bisect.recorded import enter
-from tools.compare.launch import Ended, Tell, launch, preload, where
+from tools.compare.launch import Ended, Tell, launch, where
 
 PROGRAM = "pretrain_llama.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,6 @@ def run(
     RunError where a rank fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    preload()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -28,25 +28,22 @@ class Ended(NamedTuple):
     code: int | None
 
 
-def preload(*modules: str) -> None:
-    """Name modules that the server imports for all ranks, before the first `launch`.
-
-    Optimizers import torch's compiler when they are made, which takes seconds.
-    """
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tools.forkserver_start", "torch", *modules, COMPILER])
-
-
 def launch(
-    count: int, work: Callable[[int, Tell], None], folder: Path, limit: float
+    count: int,
+    work: Callable[[int, Tell], None],
+    folder: Path,
+    limit: float,
+    modules: Sequence[str] = (),
 ) -> list[Ended]:
     """Let `count` processes run work(rank, tell); return how each ended.
 
     work: a function that other processes find by its name. An error of it, and an exit code that is
     not 0, are failures: the other ranks then have GRACE seconds. limit: seconds for the work, after
-    which a rank writes its stack to `folder` and ends.
+    which a rank writes its stack to `folder` and ends. modules: what the server imports besides
+    torch and its compiler, which optimizers import when they are made, in seconds.
     """
     context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.forkserver_start", __name__, *modules, COMPILER])
     ranks: list[tuple[Any, Connection]] = []
     answers = dict[Connection, Any]()
     try:

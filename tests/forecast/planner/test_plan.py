@@ -393,7 +393,7 @@ def test_a_mistake_is_one_sentence(
 def test_a_broken_cluster_file_is_named(tmp_path: Path) -> None:
     good = json.loads((FOLDER / "h100_8_nodes.json").read_text())
     for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "v100: it has no bf"),
-                             ("source", "", "names no source"), ("speed", 1, "must be an object"),
+                             ("source", "", "it must say where"), ("speed", 1, "must be an object"),
                              ("oversubscription", 0.5, "oversubscription is 0.5"),
                              ("host_memory_gb", -1, "host_memory_gb is -1")):  # fmt: skip
         path = tmp_path / "c.json"

@@ -139,7 +139,7 @@ def test_a_device_that_nobody_measured_has_two_ends(tmp_path: Path) -> None:
         ),
         ({"sms": {"value": 132, "unit": "1"}}, "sms must have a value, a unit and a source"),
         ({"sms": {"value": 1, "unit": "s", "source": "a datasheet"}}, "sms is in 1, not in s"),
-        ({"sms": {"value": 1, "unit": "1", "source": ""}}, "sms names no source"),
+        ({"sms": {"value": 1, "unit": "1", "source": ""}}, "the source of sms is .*: it must say"),
         ({"sms": {"value": "132", "unit": "1", "source": "a datasheet"}}, "sms is '132', not a"),
         ({"sms": {"value": -1, "unit": "1", "source": "a datasheet"}}, "sms is -1, not a number"),
         ({"watts": {"value": 1, "unit": "1", "source": "a datasheet"}}, "which nothing reads"),
