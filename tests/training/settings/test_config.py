@@ -100,6 +100,7 @@ def test_flat_names_every_field_of_every_part():
     later = {"fp8_amax_history_len", "fp8_amax_compute_algo"}  # at their defaults
     left_out = {"optimizer.optimizer", "data.data_order", *(f"float8.{name}" for name in later)}
     yarn = "position_embedding_type rotary_scaling_factor mscale mscale_all_dim"
+    yarn += " rotary_seq_len_interpolation_factor"
     yarn += " no_yarn_correction_range_round_to_int yarn_original_max_position_embeddings"
     left_out |= {f"model.{name}" for name in f"{yarn} yarn_beta_fast yarn_beta_slow".split()}
     left_out |= {f"moe.{f.name}" for f in fields(CONFIG.moe)}  # of a dense model
