@@ -72,8 +72,14 @@ def run(
 
 
 def _own_model(program: Program) -> list[str]:
-    """Return the flag that names the model's file in the checkout, and not where this runs."""
-    name = "model/llama.py"
+    """Return the flag that names the model's file in the checkout, and not where this runs.
+
+    Without one a run with experts has a file of theirs, and --qk-layernorm refuses the flag.
+    """
+    given = {word.partition("=")[0].replace("_", "-") for word in program.argv}
+    name = "model/moe.py" if "--num-experts" in given else "model/llama.py"
+    if "--qk-layernorm" in given and not given & {"--num-experts", "--model-file"}:
+        return []
     for word, value in zip(program.argv, [*program.argv[1:], ""], strict=False):
         flag, has, text = word.partition("=")
         if flag.replace("_", "-") == "--model-file":

@@ -12,6 +12,7 @@ import pytest
 from tests.tools.bisect import planted as cases
 from tools import bisect_runs
 from tools.bisect.lines import Lines, first_step, read
+from tools.bisect.ranks import Program, _own_model
 from tools.bisect.recorded import _kept
 from tools.bisect.sides import named, without
 from tools.compare.first_difference import Allowed
@@ -114,6 +115,21 @@ def test_what_cannot_be_told_is_said(tmp_path):
     assert "step 2 is the first that differs, in its loss; flags that differ: data_digest" in (
         found.sentence)  # fmt: skip
     assert "A cannot be run again: its command line is not recorded there" in found.sentence
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--seed 1", "llama"),
+        ("--num-experts 4", "moe"),
+        ("--qk-layernorm", ""),
+        ("--qk-layernorm --num-experts=4", "moe"),
+        ("--model-file=model/qwen2.py", "qwen2"),
+    ],
+)
+def test_a_run_has_the_model_of_its_checkout(flags, name):
+    found = _own_model(Program(ROOT, ROOT / "pretrain_llama.py", tuple(flags.split())))
+    assert found == (["--model-file", str(ROOT / "model" / f"{name}.py")] if name else [])
 
 
 def test_a_flag_that_only_a_rule_asks_for_is_run_again():
