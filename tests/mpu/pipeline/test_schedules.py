@@ -85,7 +85,7 @@ def test_sizes_that_break_a_rule_are_refused_with_it(arguments, rule):
 def test_a_last_group_smaller_than_the_pipeline_can_stick():
     """Why the rule is there: the same order with a last group of one never ends."""
     p, m, v = 4, 9, 3
-    f, b = (schedules._actions(kind, m, v, group=4) for kind in "FB")
+    f, b = schedules._actions("F", m, v, group=4), schedules._backwards(m, v, group=4)
     warm_ups = [2 * (p - r - 1) + (v - 1) * 4 for r in range(p)]
     ranks = tuple(schedules._one_f_one_b(f, b, k) for k in warm_ups)
     with pytest.raises(ValueError, match="waits forever for the input of F chunk 2"):
