@@ -141,12 +141,12 @@ def memory_of_ranks(config: Config, script: ModuleType) -> list[dict[str, int]]:
 
 def memory(config: Config, recording: Recording) -> dict[str, int]:
     """Return the bytes of each kind on the device of a rank at its fullest moment."""
-    return _with_workspaces(config, recording.fullest()).kinds
+    return fullest(config, recording).kinds
 
 
-def fullest(step: Sequence[Moment]) -> Moment:
-    """Return the moment of a step that needs most, of which the report has the bytes."""
-    return max(step, key=lambda moment: moment.total)
+def fullest(config: Config, recording: Recording) -> Moment:
+    """Return the moment of a rank's step that needs most, with workspaces."""
+    return _with_workspaces(config, recording.fullest())
 
 
 def step_memory(config: Config, recording: Recording) -> list[Moment]:

@@ -35,10 +35,11 @@ def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
             "no file of a tokenizer is here; give --vocab-size"
         )
     size = config.parallel.pipeline_model_parallel_size
-    steps = [step_memory(config, each) for each in recordings_of(config, script)]
-    rank = max(range(size), key=lambda r: fullest(steps[r]).total)
-    peak, p = fullest(steps[rank]), config.parallel
-    drawn = [each.action for each in steps[rank] if isinstance(each.action, Action)]
+    found, p = recordings_of(config, script), config.parallel
+    peaks = [fullest(config, each) for each in found]
+    rank = max(range(size), key=lambda r: peaks[r].total)
+    peak, step = peaks[rank], step_memory(config, found[rank])
+    drawn = [each.action for each in step if isinstance(each.action, Action)]
     count = 1 + max(each.micro_batch for each in drawn)
     every = max(micro_batch_counts(config))
     chunks = 1 + max(each.chunk for each in drawn)
@@ -51,7 +52,7 @@ def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
         "title": f"{which}: memory over a step",
         "subtitle": about,
         "peak": f"peak {in_units(peak.total)}, {said(peak, chunks)}",
-        "steps": [[short(each, chunks), each.kinds] for each in steps[rank]],
+        "steps": [[short(each, chunks), each.kinds] for each in step],
     }
 
 

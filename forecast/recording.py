@@ -295,11 +295,9 @@ class Recording:
     # the moments of the recorded actions, once computed
     walked: dict[str, Moments] = field(default_factory=dict, repr=False)
 
-    def moments(self, only: str = "") -> list[Moment]:
-        """Return the fullest moment of each action, in order; of `only` that kind, if one is given,
-        else of all that are on the device.
-        """
-        found = self.arrays(only)
+    def moments(self) -> list[Moment]:
+        """Return the fullest moment of each action on the device, in order."""
+        found = self.arrays()
         return [found.moment(n) for n in range(self._first(found), len(found.actions))]
 
     def fullest(self) -> Moment:
@@ -319,7 +317,9 @@ class Recording:
         return min(1, len(found.actions) - 1)
 
     def arrays(self, only: str = "") -> Moments:
-        """Return the moments as `moments` does, the one before the first action too."""
+        """Return the fullest moment of each action, and the one before the first: of `only` that
+        kind, if one is given, else of all that are on the device.
+        """
         if only not in self.walked:
             self.walked[only] = Moments.of(self._walk(only), (only,) if only else KINDS)
         found = self.walked[only]
