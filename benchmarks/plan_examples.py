@@ -69,7 +69,7 @@ def compared(example: Example, worker: Worker) -> tuple[list[str], str]:
     length = int(re.search(r"--seq-length (\d+)", flags)[1])  # type: ignore[index]
     mine = Recorded(read_model(example.model, length), cluster, flags)
     plans = plans_of(example.model, cluster, {"global-batch-size": batch, "seq-length": length})
-    best = play(plans.chosen(TOP), worker)[0]
+    best = search.recommended(play(plans.chosen(TOP), worker))
     play([mine], worker)
     slower = mine.played.step_seconds / best.played.step_seconds - 1
     a, b = table.breakdown(mine.played), table.breakdown(best.played)

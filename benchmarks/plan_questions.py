@@ -4,7 +4,7 @@
 
     python benchmarks/plan_questions.py [--only TEXT]
 
-Of each question the first layout of the plan is printed, and beside it the layout of a public run
+Of each question the layout that the plan takes is printed, and beside it the layout of a public run
 of the same or the nearest question. The layout's command then goes to pretrain_llama.py --dry-run,
 which must take it; the GB that it prints stand beside the plan's. It takes about ten minutes.
 """
@@ -29,6 +29,7 @@ from forecast.planner import table  # noqa: E402
 from forecast.planner.cluster import read_cluster  # noqa: E402
 from forecast.planner.played import Worker  # noqa: E402
 from forecast.planner.recorded import Recorded, play  # noqa: E402
+from forecast.planner.search import recommended  # noqa: E402
 from tools.plan import TOP, plans_of  # noqa: E402
 
 TITAN = "torchtitan's benchmarks"
@@ -88,7 +89,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="questions with it")
     only = parser.parse_args().only
-    print("| question | the plan's first | s | tokens/s/GPU | GB | --dry-run | published | took |")
+    print("| question | the plan's | s | tokens/s/GPU | GB | --dry-run | published | took |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         ethernet = Path(folder, "ethernet.json")
@@ -100,7 +101,7 @@ def main() -> int:
             begin = time.perf_counter()
             cluster = read_cluster(str(ethernet) if where == "ethernet" else where)
             with Worker() as worker:
-                best = play(plans_of(model, cluster, asked).chosen(TOP), worker)[0]
+                best = recommended(play(plans_of(model, cluster, asked).chosen(TOP), worker))
             took = time.perf_counter() - begin
             print(f"| {title} | {table.described(best.config)} | {best.played.step_seconds:.1f} | "
                   f"{best.rate:,.0f} | {best.bytes / 1e9:.1f} | {dry_run(best)} | {published} | "

@@ -27,13 +27,14 @@ from forecast.rehearsal.few_layers import (
     BUSY,
     EXPOSED,
     HOST,
+    LAYERS,
     REST,
     SEND,
     SEPARATOR,
     STAGE,
     STEP,
 )
-from forecast.rehearsal.pipeline_clock import stage_seconds, through
+from forecast.rehearsal.pipeline_clock import Own, stage_seconds, through
 from forecast.rehearsal.run import few_of
 from training.flags.parse import parse
 from training.run.model_profile import model_profile
@@ -192,18 +193,23 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
     def at(name: str, layers: float) -> float:
         return at_layers(play, [record.get(name, 0.0) for record in records], layers)
 
-    def of_chunk(part: str, chunk: int) -> float:
+    def of_chunk(kind: str, part: str, chunk: int) -> float:
         recorded = min(chunk, play.chunks - 1)
-        return at(SEPARATOR.join((STAGE, part, str(recorded))), play.cut[chunk]) / count
+        return at(SEPARATOR.join((kind, part, str(recorded))), play.cut[chunk]) / count
 
     mean = sum(play.cut) / play.chunks
-    found = {name: at(name, mean) for name in names if not name.startswith(STAGE + SEPARATOR)}
+    of_stages = tuple(kind + SEPARATOR for kind in (STAGE, LAYERS))
+    found = {name: at(name, mean) for name in names if not name.startswith(of_stages)}
     step, exposed = found[STEP], of_kind(found, EXPOSED)
     if ranks > 1:
         schedule = schedule_of(config, count)
-        own = {part: {schedule.stage(0, c): of_chunk(part, c) for c in range(len(play.cut))}
-               for part in PARTS}  # fmt: skip
-        seconds = stage_seconds(own, costs(config, pretrain_llama.model_provider))
+        own = Own(*(
+            {part: {schedule.stage(0, c): of_chunk(kind, part, c) for c in range(len(play.cut))}
+             for part in PARTS}
+            for kind in (STAGE, LAYERS)
+        ))  # fmt: skip
+        provider = pretrain_llama.model_provider
+        seconds = stage_seconds(own, costs(config, provider), costs(config, provider, ends=False))
         simulated, exposed = through(schedule, 0, seconds, found[SEND], exposed)
         step = found[REST] + simulated.step
     profile = model_profile(config, pretrain_llama.model_provider)

@@ -18,11 +18,14 @@ from training.settings.config import Config
 
 @dataclass
 class Recorded:
-    """A run of a model on a cluster. flags: of its layout. timing: once it is played."""
+    """A run of a model on a cluster. flags: of its layout; mechanisms: how many it relies on, as
+    layout.py counts them. timing: once it is played.
+    """
 
     model: Model
     cluster: Cluster
     flags: str
+    mechanisms: int = 0
     timing: Timing | None = field(default=None, repr=False)
 
     @property
@@ -54,6 +57,11 @@ class Recorded:
     def bytes(self) -> float:
         """Return the bytes of the fullest rank."""
         return sum(self.fullest.values())
+
+    @property
+    def free(self) -> float:
+        """Return the share of a GPU's memory that is left, besides what no plan counts on."""
+        return (self.cluster.limit - self.bytes) / self.cluster.memory
 
     @property
     def in_host(self) -> float:

@@ -7,7 +7,7 @@ How keys and values travel, and whether tp's transfers go in a ring, is chosen o
 and micro-batch: the way in which a layer takes the least time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -41,6 +41,7 @@ LOOKED = 25  # layouts whose memory is recorded, at most, to find one that fits
 # median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
 COMPARISON_ERROR = 0.048
 RISK = 0.05  # of a GPU's memory: with less of it left, a plan is a risk
+SPARE = 0.1  # of a GPU's memory: with so much more of it left, a slower layout is of interest
 
 
 class PlanError(ValueError):
@@ -78,38 +79,56 @@ class Plans:
     def recorded(self, n: int) -> Recorded:
         """Return a layout as it is recorded."""
         if n not in self._known:
-            self._known[n] = Recorded(self.model, self.cluster, self.layouts[n].flags())
+            each = self.layouts[n]
+            self._known[n] = Recorded(self.model, self.cluster, each.flags(), each.mechanisms)
         return self._known[n]
 
-    def _simpler(self, n: int) -> tuple[bool, int, float]:
-        """Return by what layouts are ordered whose estimates are alike."""
-        tight = self.limit - self.bytes[n] < RISK * self.cluster.memory
-        return bool(tight), self.layouts[n].mechanisms, float(self.bytes[n])
-
-    def _holds(self, n: int) -> bool:
-        """Return whether a layout fits: by the estimate, unless that is close to the limit."""
-        return bool(self.bytes[n] * NEARLY <= self.limit) or self.recorded(n).fits
-
     def chosen(self, top: int) -> Iterator[Recorded]:
-        """Yield layouts that fit, by the estimates: each stands for those within COMPARISON_ERROR
-        of the fastest that no other stands for. It leaves at least RISK of a GPU's memory, if one
-        of them does, and then has the fewest mechanisms, and of those the most memory left.
+        """Yield `top` layouts that fit, by the estimates: first the fastest, and then those that
+        have an advantage over each one before, the fastest of them first. An advantage: fewer
+        mechanisms, SPARE more of the memory free, or RISK of it where the other leaves less. Where
+        these are too few, the fastest of the others follow.
         """
-        near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
-        rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
+        order = np.lexsort((self.bytes, self.times.step))
+        near = [int(n) for n in order if self.bytes[n] <= NEARLY * self.limit]
         self.progress.begin("computing the memory of the fastest layouts:", top, "layouts")
-        for _ in range(top):
-            fastest = next((n for n in rest[:LOOKED] if self._holds(n)), None)
-            if fastest is None:
+        found, others, failures = list[int](), list[int](), 0
+        for n in near:
+            if len(found) == top:
                 return
-            rest = rest[rest.index(fastest) :]
-            end = self.times.step[fastest] * (1 + COMPARISON_ERROR)
-            alike = [n for n in rest if self.times.step[n] <= end]
-            some = sorted((n for n in alike if n == fastest or self.fits[n]), key=self._simpler)
-            first = next((n for n in some[:LOOKED] if self.recorded(n).fits), fastest)
-            yield self.recorded(first)
-            rest = rest[len(alike) :]
-            self.progress.add()
+            if not all(self._has_advantage(n, m) for m in found):
+                others.append(n)
+            elif failures == LOOKED and not self.fits[n]:
+                continue
+            elif self.recorded(n).fits:
+                found.append(n)
+                self.progress.add()
+                yield self.recorded(n)
+            else:
+                failures += 1
+        for n in others[: LOOKED + top - len(found)]:
+            if len(found) < top and self.recorded(n).fits:
+                found.append(n)
+                self.progress.add()
+                yield self.recorded(n)
+
+    def _has_advantage(self, n: int, over: int) -> bool:
+        """Return whether a layout is simpler than another, or leaves clearly more memory."""
+        a, b = (self.bytes[each] / self.cluster.memory for each in (n, over))
+        limit = self.limit / self.cluster.memory
+        risky = b > limit - RISK >= a
+        return bool(risky or b - a > SPARE
+                    or self.layouts[n].mechanisms < self.layouts[over].mechanisms)  # fmt: skip
+
+
+def recommended(runs: Sequence[Recorded]) -> Recorded:
+    """Return, of runs that are played, the one to take: of those within COMPARISON_ERROR of the
+    fastest the simplest, and of these the one that leaves most memory. One that leaves less than
+    RISK of it is taken only where all of them do.
+    """
+    fastest = min(run.played.step_seconds for run in runs)
+    near = [run for run in runs if run.played.step_seconds <= (1 + COMPARISON_ERROR) * fastest]
+    return min(near, key=lambda run: (run.free < RISK, run.mechanisms, run.bytes))
 
 
 def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> list[int]:

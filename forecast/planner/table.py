@@ -10,7 +10,7 @@ from forecast.planner.measured import Measured
 from forecast.planner.own import dtype_of
 from forecast.planner.rank_order import faster
 from forecast.planner.recorded import Recorded
-from forecast.planner.search import COMPARISON_ERROR, RISK, Plans
+from forecast.planner.search import COMPARISON_ERROR, RISK, Plans, recommended
 from forecast.rehearsal.clock import Timing
 from training.run.text import aligned
 from training.settings.config import Config
@@ -54,7 +54,7 @@ def breakdown(timing: Timing) -> dict[str, float]:
 def ranking(
     plans: Plans, best: Sequence[Recorded], tokens: float, results: Mapping[str, Measured]
 ) -> list[str]:
-    """Return the table of layouts that fit, the best ones, and the first one's command.
+    """Return the table of layouts that fit, the best ones, and the command of the one to take.
 
     results: what was measured, by the layouts' flags.
     """
@@ -80,13 +80,12 @@ def ranking(
     ]
     tight = False
     for number, run in enumerate(best, 1):
-        left = (cluster.limit - run.bytes) / cluster.memory
-        tight |= left < RISK
+        tight |= run.free < RISK
         rows.append((
             str(number), *[measured_of(run, known[number - 1])] * len(measured),
             f"{run.played.step_seconds:.2f}", f"{run.rate:,.0f}",
             f"{run.played.mfu:.1%}", f"{tokens / run.rate / 3600:,.0f}",
-            f"{run.bytes / 1e9:.1f}", f"{left:.0%}" + "!" * (left < RISK),
+            f"{run.bytes / 1e9:.1f}", f"{run.free:.0%}" + "!" * (run.free < RISK),
         ))  # fmt: skip
     doubt = f"+-{ERROR:.0%}"
     if cluster.cpu:
@@ -115,14 +114,19 @@ def ranking(
             "sequence may need"
         )
     lines += [*parts_of(best), *edges_of(best)]
-    order, saved = faster(plans.model, cluster, best[0].flags)
+    taken = best[0] if measured else recommended(best)
+    order, saved = faster(plans.model, cluster, taken.flags)
     if order:
         lines.append(
             f"{order}: its transfers take {saved:.3f} s less than in the usual order, without "
             "overlap; step s does not include that"
         )
-    lines.append(f"The first, with {EXAMPLE} as examples of your own choices:")
-    return [*lines, *command_lines(best[0], order)]
+    near = f"the simplest of those within {COMPARISON_ERROR:.1%} of the fastest"
+    which = "the fastest" if taken is best[0] else near
+    lines.append(
+        f"Layout {best.index(taken) + 1}, {which}, with {EXAMPLE} as examples of your own choices:"
+    )
+    return [*lines, *command_lines(taken, order)]
 
 
 def measured_of(run: Recorded, result: Measured | None) -> str:

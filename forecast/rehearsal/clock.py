@@ -66,12 +66,16 @@ class Span(NamedTuple):
 
 
 class ActionSpan(NamedTuple):
-    """What the computing stream did under one Action: seconds, and its place in Timing.spans."""
+    """What the computing stream did under one Action: seconds, and its place in Timing.spans.
+
+    in_layers: of these seconds, those from the first kernel of the model's layers to their last.
+    """
 
     words: str
     begin: float
     end: float
     first_span: int
+    in_layers: float = 0.0
 
 
 class Busy(NamedTuple):
@@ -143,6 +147,8 @@ class Clock:
         self.bounds: dict[str, float] = defaultdict(float)
         self.kinds: dict[str, float] = defaultdict(float)  # Timing.busy_seconds
         self.words, self.began, self.from_span = "", 0.0, 0
+        self.in_layers = 0.0  # seconds of the action
+        self.layers_end: float | None = None  # of the computing stream's last kernel, if a layer's
         self.iteration, self.iteration_began, self.iterations = "", 0.0, 0
         self.under_next: set[int] = set()  # streams whose last copies go on in the next iteration
         self.seconds: dict[tuple[object, ...], float] = {}
@@ -215,6 +221,10 @@ class Clock:
             tail = self.alone[key_of(event)].tail
             self.kernels.append(Busy(begin, end, min(tail, end - begin)))
             self._begin_behind(self.kernels[-1])
+            in_layer = event.where.layer.startswith("layers.")
+            if in_layer:
+                self.in_layers += end - (begin if self.layers_end is None else self.layers_end)
+            self.layers_end = end if in_layer else None
         self.free[stream] = end
         self.ready.pop(stream, None)
         copies = event.op.startswith("memcpy ")
@@ -370,9 +380,10 @@ class Clock:
     def _action(self, words: str) -> None:
         now, spans_now = self.free[0], len(self.timing.spans)
         if self.words:
-            done = ActionSpan(self.words, self.began, now, self.from_span)
+            done = ActionSpan(self.words, self.began, now, self.from_span, self.in_layers)
             self.timing.actions.append(done)
         self.words, self.began, self.from_span = words, now, spans_now
+        self.in_layers, self.layers_end = 0.0, None
         found = ITERATION.search(words)
         if found and found[1] != self.iteration:
             if self.iteration:

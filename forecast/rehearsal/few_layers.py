@@ -15,7 +15,7 @@ from training.settings.pipeline_schedule import schedule_of
 
 SEPARATOR = "/"
 STEP, HOST, REST, SEND = "step", "host", "rest", "send"
-BUSY, EXPOSED, BOUND, STAGE = "busy", "exposed", "bound", "stage"
+BUSY, EXPOSED, BOUND, STAGE, LAYERS = "busy", "exposed", "bound", "stage", "layers"
 
 
 def numbers(seen: Rehearsed, device: Device, micro_batches: int) -> dict[str, float]:
@@ -23,7 +23,8 @@ def numbers(seen: Rehearsed, device: Device, micro_batches: int) -> dict[str, fl
 
     step, host; busy/KIND, exposed/AXIS and bound/NAME as Timing has them. In a pipeline messages
     arrive at once here, and there are stage/PART/CHUNK, F, B or W of a chunk for all micro-batches
-    together; rest, the step without the schedule's actions; and send, of one message.
+    together; layers/PART/CHUNK, those of them in layers; rest, the step without the schedule's
+    actions; and send, of one message.
     """
     step = seen.step(micro_batches)
     if seen.grid.pp.size == 1 and seen.config.parallel.optimizer_state_offload:
@@ -34,10 +35,11 @@ def numbers(seen: Rehearsed, device: Device, micro_batches: int) -> dict[str, fl
         schedule = schedule_of(seen.config, micro_batches)
         rank, work = seen.grid.pp.rank, costs(seen.config, seen.script.model_provider)
         own = own_seconds(timing.actions, schedule, rank, work)
-        for part, of_stage in own.items():
-            for chunk in range(schedule.chunks):
-                stage = schedule.stage(rank, chunk)
-                found[SEPARATOR.join((STAGE, part, str(chunk)))] = of_stage[stage] * micro_batches
+        for kind, by_part in zip((STAGE, LAYERS), own, strict=True):
+            for part, of_stage in by_part.items():
+                for chunk in range(schedule.chunks):
+                    seconds = of_stage[schedule.stage(rank, chunk)] * micro_batches
+                    found[SEPARATOR.join((kind, part, str(chunk)))] = seconds
         acted = sum(s.end - s.begin for s in timing.actions if action_of(s.words))
         found[REST] = timing.step_seconds - acted
         found[SEND] = send_seconds(step, device, seen.grid.rank)

@@ -212,7 +212,8 @@ def time_of(seen: Rehearsed, device: Device, step: Sequence[Event]) -> Timing:
             step = [*seen.earlier(), *step]
         return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = schedule_of(config, batches), costs(config, provider)
+    of_layers = costs(config, provider, ends=False)
     return time_pipeline(
-        step, device, schedule, grid.pp.rank, work, flops=flops, dtype=dtype, rank=grid.rank,
-        trace=trace,
+        step, device, schedule, grid.pp.rank, work, of_layers, flops=flops, dtype=dtype,
+        rank=grid.rank, trace=trace,
     )  # fmt: skip

@@ -3,14 +3,16 @@
 
 A record of one rank cannot tell when another sends. So it is timed twice: once with messages that
 arrive at once (clock.py), which gives the seconds of each of the rank's actions; then these
-seconds, and those of the other ranks' stages in proportion to their work, run through
-mpu/pipeline/simulate.py, the model of the whole pipeline.
+seconds, and those of the other ranks' stages, run through mpu/pipeline/simulate.py, the model of
+the whole pipeline. Another stage takes the rank's seconds in layers in proportion to its work: what
+a first stage does besides, such as looking up the embedding, no other one does.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from forecast.device_file import Device
 from forecast.rehearsal.clock import ActionSpan, Span, Timing, time_record
@@ -36,42 +38,59 @@ def parts_of(words: str) -> list[tuple[str, int]]:
     return [(m[1], int(m[4])) for m in WORDS.finditer(words)] if WORDS.match(words) else []
 
 
+class Own(NamedTuple):
+    """Seconds of a rank's own stages: {"F", "B", "W": {stage: the mean of its micro-batches}}."""
+
+    whole: dict[str, dict[int, float]]
+    in_layers: dict[str, dict[int, float]]
+
+
 def own_seconds(
     actions: Sequence[ActionSpan], schedule: Schedule, pp_rank: int, work: Costs
-) -> dict[str, dict[int, float]]:
-    """Return {"F", "B", "W": {stage of this rank: the mean seconds of its micro-batches}}.
+) -> Own:
+    """Return the seconds of this rank's stages, whole and in layers.
 
     actions: of this rank, timed. work: of every stage, in any unit, such as FLOPs. Raises
     ValueError where the record lacks one of its actions.
     """
     parts = _by_part(work)
-    measured: dict[tuple[str, int], list[float]] = defaultdict(list)
+    measured: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in actions:
         each = [(part, stage) for kind, stage in parts_of(span.words) for part in kind]
         total = sum(parts[part][stage] for part, stage in each)
         for part, stage in each:  # in proportion to their work; a stage may have no layer
             share = parts[part][stage] / total if total else 1 / len(each)
-            measured[part, stage].append((span.end - span.begin) * share)
+            seconds = (span.end - span.begin) * share, span.in_layers * share
+            measured[part, stage].append(seconds)
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     for part in parts:
         lacking = [stage for stage in own if not measured[part, stage]]
         if lacking:
             raise ValueError(f"the record of pipeline rank {pp_rank} has no {part} of {lacking[0]}")
-    return {
-        part: {s: sum(measured[part, s]) / len(measured[part, s]) for s in own} for part in parts
-    }
+    means = {
+        part: {s: [sum(each) / len(each) for each in zip(*measured[part, s], strict=True)]
+               for s in own}
+        for part in parts
+    }  # fmt: skip
+    whole, in_layers = (
+        {part: {s: mean[n] for s, mean in of_stage.items()} for part, of_stage in means.items()}
+        for n in (0, 1)
+    )
+    return Own(whole, in_layers)
 
 
-def stage_seconds(own: Mapping[str, Mapping[int, float]], work: Costs) -> Costs:
+def stage_seconds(own: Own, work: Costs, of_layers: Costs) -> Costs:
     """Return seconds of F, B and W of every stage.
 
-    own: those of one rank's stages, by part. Another stage has this rank's seconds a unit of work,
-    of the same kind and over all its chunks.
+    own: those of one rank's stages, by part. Another stage has this rank's seconds in layers a unit
+    of their work, of the same kind and over all its chunks. work: of every stage; of_layers: its
+    layers' alone.
     """
     seconds: dict[str, list[float]] = {}
+    amounts_in_layers = _by_part(of_layers)
     for part, amounts in _by_part(work).items():
-        mean = own[part]
-        unit = sum(mean.values()) / (sum(amounts[s] for s in mean) or 1.0)
+        mean, done = own.whole[part], amounts_in_layers[part]
+        unit = sum(own.in_layers[part].values()) / (sum(done[s] for s in mean) or 1.0)
         seconds[part] = [mean.get(s, unit * amount) for s, amount in enumerate(amounts)]
     return Costs(seconds["F"], seconds["B"], seconds["W"])
 
@@ -105,6 +124,7 @@ def time_pipeline(
     schedule: Schedule,
     pp_rank: int,
     work: Costs,
+    of_layers: Costs,
     flops: float = 0.0,
     dtype: str = "bfloat16",
     rank: int = 0,
@@ -112,11 +132,13 @@ def time_pipeline(
 ) -> Timing:
     """Time a step of the pipeline rank whose record this is; see time_record for the rest.
 
+    work: of every stage, in any unit; of_layers: its layers' alone.
+
     exposed_seconds gets "pp", what messages add, and "bubble", what the rank waits even with
     messages that take no time.
     """
     alone = time_record(events, device, flops, dtype, rank, trace)
-    costs = stage_seconds(own_seconds(alone.actions, schedule, pp_rank, work), work)
+    costs = stage_seconds(own_seconds(alone.actions, schedule, pp_rank, work), work, of_layers)
     send = send_seconds(events, device, rank)
     simulated, exposed = through(schedule, pp_rank, costs, send, alone.exposed_seconds)
     own = sum(s.end - s.begin for s in alone.actions if action_of(s.words))

@@ -5,6 +5,7 @@ p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mpu.pipeline.simulate import Costs, simulate
 from mpu.pipeline.stage_layout import Stage
@@ -70,9 +71,14 @@ def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, 
     return found
 
 
-def costs(config: Config, provider: ModelProvider) -> Costs:
-    """Return the FLOPs a token of every stage: F = B = W, plus what B and W compute again."""
+def costs(config: Config, provider: ModelProvider, ends: bool = True) -> Costs:
+    """Return the FLOPs a token of every stage: F = B = W, plus what B and W compute again.
+
+    ends: those of the embedding and the head too.
+    """
     model, stages = model_profile(config, provider), stages_of(config, provider)
+    if not ends:
+        model = replace(model, embedding=0.0, head=0.0)
     forward = [
         sum(model.layers[s.first : s.last]) + s.loss * model.head + s.embedding * model.embedding
         for s in stages

@@ -24,6 +24,7 @@ from forecast.planner.played import Worker
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
 from forecast.recording import HOST, record
+from forecast.rehearsal.clock import Timing
 from tests.sampling import sampled
 from tools import plan
 from training.flags.parse import parse
@@ -138,7 +139,8 @@ def test_the_table_is_in_order_and_its_parts_add_up(
     words = shlex.split(lines[-1].replace("\\\n", " "))
     assert words[:2] == ["torchrun", "--nnodes"]
     argv = words[words.index("pretrain_llama.py") + 1 :]
-    same = parse([*best[0].command.split(), *table.EXAMPLE.split()], plans.cluster.gpus)
+    taken = search.recommended(best)
+    same = parse([*taken.command.split(), *table.EXAMPLE.split()], plans.cluster.gpus)
     assert parse(argv, plans.cluster.gpus) == same
 
 
@@ -157,22 +159,46 @@ def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
     assert run.bytes < replace(run, model=plain.model).bytes
 
 
-@pytest.mark.prove
-def test_one_stands_for_layouts_within_the_error_of_a_comparison(plans: Plans) -> None:
-    chosen, step = list(plans.chosen(4)), plans.times.step
-    places = [plans.layouts.index(next(e for e in plans.layouts if e.flags() == run.flags))
-              for run in chosen]  # fmt: skip
-    begin = 0.0
-    for n in places:
-        fitting = [m for m in range(len(step)) if plans.fits[m] and step[m] > begin]
-        fastest = min(step[m] for m in fitting if plans.recorded(m).fits or m == n)
-        end = fastest * (1 + search.COMPARISON_ERROR)
-        alike = [m for m in fitting if fastest <= step[m] <= end]
-        left = {m: plans.limit - plans.bytes[m] >= search.RISK * 80e9 for m in alike}
-        most = [m for m in alike if left[m] == any(left.values()) and plans.recorded(m).fits]
-        assert plans.layouts[n].mechanisms == min(plans.layouts[m].mechanisms for m in most)
-        begin = end
-    assert len(chosen) == 4
+@pytest.mark.parametrize(("top", "expected"), [(1, [1]), (3, [1, 3, 4]), (9, [1, 3, 4, 5, 2])])
+def test_each_row_has_an_advantage_over_those_before(
+    top: int, expected: list[int], plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [  # seconds, mechanisms and GB, as they are estimated and recorded; 73.7 GB can be used
+        (1.0, 0, 70, 90), (2.0, 2, 60, 60), (3.0, 2, 55, 55), (4.0, 3, 40, 40), (5.0, 2, 40, 40),
+        (6.0, 1, 60, 60), (7.0, 0, 90, 60),
+    ]  # fmt: skip
+    layouts = list[Layout]()
+    for _, mechanisms, _, _ in rows:
+        layouts.append(next(e for e in plans.layouts if e not in layouts
+                            and e.mechanisms == mechanisms))  # fmt: skip
+    seconds, _, estimated, recorded = np.array(rows, float).T
+    some = replace(plans, layouts=layouts, bytes=1e9 * estimated,
+                   times=replace(plans.times, step=seconds))  # fmt: skip
+    of = {e.flags(): 1e9 * gb for e, gb in zip(layouts, recorded, strict=True)}
+    monkeypatch.setattr(Recorded, "bytes", property(lambda run: of[run.flags]))
+    monkeypatch.setattr(Recorded, "in_host", 0.0)
+    assert [run.flags for run in some.chosen(top)] == [layouts[n].flags() for n in expected]
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken"),  # of each row: seconds, mechanisms, GB
+    [
+        ([(10.0, 3, 60), (10.4, 1, 40), (10.6, 0, 20)], 1),  # the last is 6 % slower
+        ([(10.0, 2, 60), (10.1, 2, 40), (10.2, 3, 10)], 1),
+        ([(10.0, 2, 60), (10.4, 0, 73)], 0),  # 73.7 GB can be used
+        ([(10.0, 2, 73), (10.4, 0, 73)], 1),
+        ([(10.0, 2, 60), (20.0, 0, 10)], 0),
+    ],
+)
+def test_the_layout_to_take_is_the_simplest_of_those_that_time_does_not_tell_apart(
+    rows: list[tuple[float, int, int]], taken: int, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorded, "bytes", property(lambda run: 1e9 * float(run.flags)))
+    runs = [
+        Recorded(plans.model, plans.cluster, str(gb), mechanisms, Timing(seconds))
+        for seconds, mechanisms, gb in rows
+    ]
+    assert search.recommended(runs) is runs[taken]
 
 
 @pytest.mark.prove
@@ -316,13 +342,16 @@ def test_the_update_is_the_hosts_where_nothing_else_fits() -> None:
     assert plans.bytes[n] == pytest.approx(run.bytes, rel=0.1)
 
 
-def test_a_plan_that_is_nearly_full_is_a_risk(plans: Plans, worker: Worker) -> None:
-    fitting = [n for n in range(len(plans.layouts)) if plans.fits[n]]
-    full = max(fitting, key=lambda n: plans.bytes[n])
-    tight = replace(plans, bytes=np.full(len(plans.layouts), 0.99 * plans.limit))
-    runs = play(plans.chosen(1), worker)
-    assert not any("risk" in line for line in table.ranking(plans, runs, 1e9, {}))
-    assert tight._simpler(full)[0] and not plans._simpler(full)[0]
+@pytest.mark.parametrize(
+    ("faster", "slower", "has"),  # GB that layouts of as many mechanisms leave, of 80
+    [(1.0, 4.5, True), (4.5, 6.0, False), (1.0, 3.5, False), (4.5, 13.0, True), (6.0, 1.0, False)],
+)
+def test_a_slower_layout_is_of_interest_where_the_faster_one_is_a_risk(
+    plans: Plans, faster: float, slower: float, has: bool
+) -> None:
+    some = replace(plans, layouts=plans.layouts[:1] * 2)
+    some = replace(some, bytes=plans.limit - 1e9 * np.array([faster, slower]))
+    assert some._has_advantage(1, over=0) == has
 
 
 @pytest.mark.parametrize(

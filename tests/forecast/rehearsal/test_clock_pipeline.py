@@ -4,15 +4,20 @@
 import pytest
 
 from forecast.rehearsal.clock import time_record
-from forecast.rehearsal.events import Action, Event, Transfer
+from forecast.rehearsal.events import Action, Event, Transfer, Where
 from forecast.rehearsal.pipeline_clock import action_of, own_seconds, stage_seconds, time_pipeline
 from mpu.pipeline import schedules
 from mpu.pipeline.simulate import Costs, simulate
 from tests.forecast.rehearsal.clock_device import HERE, device, kernel
 
 
-def record(schedule: schedules.Schedule, rank: int, seconds: dict[str, int]) -> list[Event]:
-    """Return what a rank's engine would ask for; BW where B and W are one, as in the engine."""
+def record(
+    schedule: schedules.Schedule, rank: int, seconds: dict[str, int], embedding: int = 0
+) -> list[Event]:
+    """Return what a rank's engine would ask for; BW where B and W are one, as in the engine.
+
+    seconds: of an action in layers. embedding: what each takes besides.
+    """
     events: list[Event] = []
     for kind, chunk, i in schedule.ranks[rank]:
         fused = kind != "F" and not schedule.split
@@ -21,7 +26,9 @@ def record(schedule: schedules.Schedule, rank: int, seconds: dict[str, int]) -> 
         name = "BW" if fused else kind
         stage = schedule.stage(rank, chunk)
         words = f"{name} chunk {chunk} micro-batch {i} in stage {stage} of iteration 1"
-        events += [Action(words), kernel(sum(seconds[part] for part in name))]
+        layers = kernel(sum(seconds[part] for part in name))
+        layers = layers._replace(where=Where(layer="layers.0.mlp.down"))
+        events += [Action(words), layers, *[kernel(embedding)] * bool(embedding)]
     return [*events, Action("the update of iteration 1"), kernel(5)]
 
 
@@ -34,7 +41,7 @@ def test_a_pipeline_of_equal_stages_takes_what_its_simulation_says(
     stages = schedule.stages
     work = Costs([1.0] * stages, [2.0] * stages, [1.0] * stages)
     timing = time_pipeline(
-        record(schedule, rank, {"F": 1, "B": 2, "W": 1}), device(), schedule, rank, work
+        record(schedule, rank, {"F": 1, "B": 2, "W": 1}), device(), schedule, rank, work, work
     )
     expected = simulate(schedule, work)
     assert timing.step_seconds == pytest.approx(expected.step + 5)
@@ -50,16 +57,26 @@ def test_other_stages_take_this_rank_s_seconds_in_proportion_to_their_work() -> 
     schedule = schedules.build("1f1b", 2, 3)
     work = Costs([10.0, 30.0], [20.0, 60.0], [10.0, 30.0])
     alone = time_record(record(schedule, 0, {"F": 2, "B": 4, "W": 2}), device())
-    costs = stage_seconds(own_seconds(alone.actions, schedule, 0, work), work)
+    costs = stage_seconds(own_seconds(alone.actions, schedule, 0, work), work, work)
     assert costs.forward == [2, 6]
     assert costs.input_gradient == [4, 12] and costs.weight_gradient == [2, 6]
+
+
+def test_other_stages_do_not_look_up_the_embedding() -> None:
+    schedule = schedules.build("zb-h1", 2, 3)
+    work = Costs([10.0, 20.0], [10.0, 20.0], [10.0, 20.0])
+    events = record(schedule, 0, {"F": 2, "B": 4, "W": 3}, embedding=1)
+    own = own_seconds(time_record(events, device()).actions, schedule, 0, work)
+    costs = stage_seconds(own, work, work)
+    assert costs.forward == [2 + 1, 2 * 2]
+    assert (costs.input_gradient, costs.weight_gradient) == ([4 + 1, 2 * 4], [3 + 1, 2 * 3])
 
 
 def test_a_stage_without_layers_has_what_was_measured_of_it() -> None:
     schedule = schedules.build("1f1b", 2, 3)
     work = Costs([0.0, 30.0], [0.0, 60.0], [0.0, 30.0])
     alone = time_record(record(schedule, 0, {"F": 2, "B": 4, "W": 2}), device())
-    costs = stage_seconds(own_seconds(alone.actions, schedule, 0, work), work)
+    costs = stage_seconds(own_seconds(alone.actions, schedule, 0, work), work, work)
     assert (costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]) == (2, 3, 3)
 
 
@@ -69,8 +86,8 @@ def test_messages_delay_the_pipeline_and_count_for_pp() -> None:
     events = record(schedule, 0, {"F": 1, "B": 1, "W": 1})
     sent = Transfer(1, "send", "pp", (0, 1), 1, 0, 10, 10, "bfloat16", (), 2, 0, (), (), -1, "",
                     HERE)  # fmt: skip
-    timing = time_pipeline([*events[:2], sent, *events[2:]], device(), schedule, 0, work)
-    plain = time_pipeline(events, device(), schedule, 0, work)
+    timing = time_pipeline([*events[:2], sent, *events[2:]], device(), schedule, 0, work, work)
+    plain = time_pipeline(events, device(), schedule, 0, work, work)
     assert timing.exposed_seconds["pp"] == timing.step_seconds - plain.step_seconds > 0
 
 
