@@ -52,13 +52,6 @@ class Worker:
             self._thread.start()
         self._jobs.put(job)
 
-    def wait(self) -> None:
-        """Wait until all that was put is done."""
-        if self._thread is not None:
-            done = threading.Event()
-            self.put(done.set)
-            done.wait()
-
     def leave(self) -> None:
         """Leave the thread to itself: it ends after what was put. The next work has a new one."""
         if self._end is not None:

@@ -8,6 +8,7 @@ its peer never blocks a send in the other direction.
 """
 
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -53,33 +54,39 @@ class SendQueue:
     context manager it waits at the end for all messages; on NCCL only the stream waits. Raises
     CommunicationError, at the next call, when a send fails. worker: has the thread, which is the
     same for one queue after another.
+
+    _flying: the messages that have not left, each with what its thread sets when it has.
     """
 
     def __init__(self, polls: bool, worker: Worker) -> None:
         self._polls, self._worker = polls, worker
-        self._flying: list[Handle] = []
+        self._flying: list[tuple[Handle, Event | None]] = []
         self._error: BaseException | None = None
 
     def put(self, handle: Handle) -> None:
         """Keep a send until it has left."""
         self.check()
-        if self._polls:
-            self._flying.append(handle)
-        else:
-            self._worker.put(partial(self._wait, handle))
+        left = None if self._polls else Event()
+        if left is not None:
+            self._worker.put(partial(self._wait, handle, left))
+        self._flying.append((handle, left))
 
     def check(self) -> None:
         """Free the messages that have left; raise the error of a send that failed."""
-        self._flying = [handle for handle in self._flying if not handle.is_completed()]
+        self._flying = [
+            (handle, left) for handle, left in self._flying
+            if not (handle.is_completed() if left is None else left.is_set())
+        ]  # fmt: skip
         if self._error is not None:
             raise self._error
 
-    def _wait(self, handle: Handle) -> None:
+    def _wait(self, handle: Handle, left: Event) -> None:
         if self._error is None:
             try:
                 handle.wait()
             except RuntimeError as error:  # CommunicationError too
                 self._error = error
+        left.set()
 
     def __enter__(self) -> "SendQueue":
         return self
@@ -88,7 +95,10 @@ class SendQueue:
         if error is not None:
             self._worker.leave()  # its thread may wait for a rank that is gone
             return
-        self._worker.wait()
-        for handle in self._flying:
-            handle.wait()
+        for handle, left in self._flying:
+            if left is None:
+                handle.wait()
+            else:
+                with handle.blocked():
+                    left.wait()
         self.check()

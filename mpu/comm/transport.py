@@ -159,6 +159,10 @@ class Handle:
             event.waited()
         self.keep = ()
 
+    def blocked(self) -> blocked:
+        """Return the block of a `with` in which the rank waits for this transfer."""
+        return blocked(self._waits, self._wait)
+
     def is_completed(self) -> bool:
         """Return True when the transfer is over, as far as the backend tells without waiting."""
         return self.work is None or bool(self.work.is_completed())

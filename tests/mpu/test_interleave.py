@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu.comm.p2p import SendQueue
+from mpu.comm.transport import Handle
 from mpu.interleave import Interleaver
 from mpu.worker import Worker
 
@@ -262,10 +263,11 @@ def test_no_context_is_made_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) ->
         assert next(what for of, what in cuda.calls if of is thread) == "set_device"
 
 
-class Message:
+class Message(Handle):
     """A handle whose wait notes its thread, or fails."""
 
     def __init__(self, threads: list[Any], fails: bool = False) -> None:
+        super().__init__()
         self.threads, self.fails = threads, fails
 
     def wait(self) -> None:
@@ -279,22 +281,22 @@ def test_sends_of_all_steps_wait_in_one_thread() -> None:
     for _ in range(PAIRS):
         with SendQueue(False, worker) as queue:
             for _ in range(2):
-                message: Any = Message(threads)
+                message = Message(threads)
                 alive.append(weakref.ref(message))
                 queue.put(message)
     del message
     assert len(threads) == 2 * PAIRS and len(set(threads)) == 1
     assert [ref for ref in alive if ref() is not None] == []
     with pytest.raises(RuntimeError, match="planted"), SendQueue(False, worker) as queue:
-        queue.put(Message(threads, fails=True))  # type: ignore[arg-type]
-        queue.put(Message(threads))  # type: ignore[arg-type]
+        queue.put(Message(threads, fails=True))
+        queue.put(Message(threads))
     gate = threading.Event()
     stuck: Any = SimpleNamespace(wait=gate.wait)  # for a rank that is gone
     with pytest.raises(KeyError), SendQueue(False, worker) as queue:
         queue.put(stuck)
         raise KeyError
     with SendQueue(False, worker) as queue:  # waits for its own messages only
-        queue.put(Message(threads))  # type: ignore[arg-type]
+        queue.put(Message(threads))
     gate.set()
     assert len(set(threads)) == 2
     del worker, queue
