@@ -29,6 +29,7 @@ from torch import Tensor
 
 from forecast.device_file import NUMBERS, Device, path_of, read_device
 from forecast.rehearsal import roofline
+from tests.gpu.kernels import without_triton
 from tests.gpu.row import Row, Skip, Stopwatch, Time, Watch, sentence, synchronize
 from training.run.gpu_health import uuid_of
 
@@ -270,11 +271,11 @@ def _launches(row: Row, file: Calibrated) -> None:
 
 def _triton_calls(row: Row, calls: dict[str, Callable[[], object]]) -> dict[str, int]:
     """Add two launches of Triton to the calls; return their names with their arguments' number."""
-    try:
-        from mpu.kernels import rope, sum_of_parts
-    except ImportError:
-        row.say("host: a Triton launch", skipped="this Python has no triton")
+    if why := without_triton(row):
+        row.say("host: a Triton launch", skipped=why)
         return {}
+    from mpu.kernels import rope, sum_of_parts
+
     pair, out = torch.ones(2, 64, device=row.device), torch.empty(64, device=row.device)
     x = torch.ones(2, 1, 3, 8, device=row.device)
     parts, angle, turned = (

@@ -24,17 +24,24 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 EPS = 2.0**-23  # of fp32
 
 
+def without_triton(row: Row) -> str:
+    """Say why no kernel of Triton runs on the row's device, or return ""."""
+    try:
+        import triton
+    except ImportError:
+        return "this Python has no triton"
+    if not row.cuda and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return f"triton {triton.__version__}: the interpreter of 3.7 is needed"
+    return ""
+
+
 def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
     """Skip the row where there is no Triton; fail it where a kernel of KERNELS did not run."""
 
     def row_of(row: Row) -> None:
-        try:
-            import triton
-        except ImportError:
-            raise Skip("this Python has no triton") from None
+        if why := without_triton(row):
+            raise Skip(why)
         if not row.cuda:
-            if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-                raise Skip(f"triton {triton.__version__}: the interpreter of 3.7 is needed")
             elementwise.as_on_a_gpu()
         torch.manual_seed(1)
         with launches() as seen, row.device:
