@@ -35,10 +35,13 @@ class Like(NamedTuple):
     places: tuple[int, ...]
 
 
+ALONE = -1  # in place of a chunk: no F is interleaved
+
+
 class Turn(NamedTuple):
     """An action, seen among the actions of its rank."""
 
-    name: tuple[str | int, ...]  # kind and chunk, also of an F that is interleaved with it
+    name: tuple[str | int, ...]  # kind and chunk, and the chunk of an F that is interleaved with it
     before: tuple[str | int, ...]  # name of the previous action
     after: tuple[str | int, ...]  # name of the next action
     begun: int  # micro-batches begun before it; 2 stands for more
@@ -111,7 +114,7 @@ def turns(steps: Sequence[Step], split: bool) -> list[tuple[Action, Turn]]:
     it, and so is a W that follows its B where the schedule does not separate them (`split`).
     """
     names: list[tuple[Action, tuple[str | int, ...]]] = []
-    receives, beside = list[int](), -1
+    receives, beside = list[int](), ALONE
     for step in steps:
         action = step.action
         if receives:
@@ -121,7 +124,7 @@ def turns(steps: Sequence[Step], split: bool) -> list[tuple[Action, Turn]]:
         elif action.kind != "W" or split:
             names.append((action, (action.kind, action.chunk, beside)))
             receives.append(0)
-            beside = -1
+            beside = ALONE
     last = max(action.micro_batch for action, _ in names)
     none: tuple[str | int, ...] = ()
     around = [none, *(name for _, name in names), none]
@@ -138,18 +141,18 @@ def followed(schedule: Schedule, recorded: Schedule, places: Sequence[int]) -> l
     places: for each rank, of the rank that was recorded for it, in its schedule.
     """
     whole, few = plan(schedule), plan(recorded)
-    by_name: dict[int, dict[tuple[str | int, ...], list[tuple[Turn, int]]]] = {}
+    by_chunk: dict[int, dict[tuple[str | int, ...], list[tuple[Turn, int]]]] = {}
     for place in {*places}:
-        names = by_name[place] = defaultdict(list)
+        chunks = by_chunk[place] = defaultdict(list)
         for n, (_, turn) in enumerate(turns(few[place], recorded.split)):
-            names[turn.name].append((turn, n))
+            chunks[turn.name[:2]].append((turn, n))
     known: dict[tuple[int, Turn], tuple[Turn, int]] = {}
     found = []
     for steps, place in zip(whole, places, strict=True):
         order = []
         for action, turn in turns(steps, schedule.split):
             if (place, turn) not in known:
-                others = by_name[place][turn.name]
+                others = by_chunk[place][turn.name[:2]]
                 known[place, turn] = max(others, key=lambda other: _likeness(turn, other[0]))
             like, n = known[place, turn]
             order.append(Place(action, n, turn.receives - like.receives))
@@ -157,6 +160,9 @@ def followed(schedule: Schedule, recorded: Schedule, places: Sequence[int]) -> l
     return found
 
 
-def _likeness(one: Turn, other: Turn) -> tuple[int, int, int]:
-    before, after, begun, left, receives = (a == b for a, b in zip(one[1:], other[1:], strict=True))
-    return begun + left, before + after, receives
+def _likeness(one: Turn, other: Turn) -> tuple[int, int, int, int]:
+    name, before, after, begun, left, receives = (
+        a == b for a, b in zip(one, other, strict=True)
+    )
+    beside = name + ((one.name[2] == ALONE) == (other.name[2] == ALONE))
+    return beside, begun + left, before + after, receives
