@@ -16,6 +16,7 @@ from mpu.layers.float8.rows import E4M3, Format
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pretrain_llama import main, train_step
 from tests.model.test_float8 import ONE, SMALL, SP, TWO, advance, begin, rows_of
+from tests.training.checkpoint.canonical import saver_of
 from training.data.batch import DocumentRules, make_batch
 
 FP64 = torch.float64
@@ -158,9 +159,13 @@ def steps(comm, t, c, p, flags, count):
     """Take steps; return losses, the norm of the weights, and {layer: its amaxes}."""
     run = begin(comm.grid(t, cp=c, pp=p), FLAGS + GLOBAL + flags)
     losses = advance(run, 0, count)
+    return losses, run.optimizer.params_norm().item(), kept(run)
+
+
+def kept(run):
+    """Return {layer: its amaxes}."""
     amaxes = run.sink.state_of(AmaxHistory)
-    histories = dict(zip(amaxes.names, amaxes.history.tolist(), strict=True))
-    return losses, run.optimizer.params_norm().item(), histories
+    return dict(zip(amaxes.names, amaxes.history.tolist(), strict=True))
 
 
 def check(world, layout, count):
@@ -187,6 +192,26 @@ def test_every_layout_has_the_same_amaxes_and_losses(world, layout):
 
 def test_data_parallel_ranks_have_the_amaxes_of_one(world):
     check(world, LAYOUTS[2], 2)
+
+
+def save_at(comm, t, root):
+    run = begin(comm.grid(t), f"{FLAGS}{GLOBAL}{TWO} --tensor-model-parallel-size {t}")
+    advance(run, 0, 2)
+    saver_of(run, root).save(2, 8, must=True)
+    return kept(run)
+
+
+def load_at(comm, t, root):
+    run = begin(comm.grid(t), f"{FLAGS}{GLOBAL}{TWO} --tensor-model-parallel-size {t}")
+    assert saver_of(run, root).resume.load() == (2, 8)
+    return kept(run)
+
+
+@pytest.mark.parametrize("tp, other", [(2, 1), (1, 2)])
+def test_a_checkpoint_has_the_amaxes_of_any_tp(world, tmp_path, tp, other):
+    saved = world(tp).run(save_at, tp, str(tmp_path))
+    assert saved == [saved[0]] * tp and all(max(rows[0]) > 0 for rows in saved[0].values())
+    assert world(other).run(load_at, other, str(tmp_path)) == [saved[0]] * other
 
 
 RUN = (
