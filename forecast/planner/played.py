@@ -20,7 +20,7 @@ from forecast.device_file import Device
 from forecast.like_ranks import alike
 from forecast.planner.cluster import Cluster
 from forecast.planner.model import Model, last_of_each
-from forecast.planner.rank_bytes import FEW, bucket_size
+from forecast.planner.rank_bytes import bucket_size
 from forecast.rehearsal.clock import Timing
 from forecast.rehearsal.few_layers import (
     BOUND,
@@ -116,14 +116,17 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     cut = [len(stages[n].layers) for n in own_stages(config, 0)]
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
-    small = p.pipeline_model_parallel_size == 1 and cut[0] < FEW[0]
+    # a second layer has its weights gathered under the first, or its activations sent away
+    under = p.zero >= 3 and p.pipeline_model_parallel_size == 1
+    few = 1 + (under or config.gpu.cpu_offload_activations)
+    small = p.pipeline_model_parallel_size == 1 and cut[0] < few
     # owners of matrices get matrices, not layers
     if small or not alike(config, provider) or needs_full_matrices(config):
         points = [Point(0, 0)]  # all of them
     elif block:
-        points = [Point(FEW[0], 1), Point(FEW[1], 1), Point(FEW[1], 2)]
+        points = [Point(few, 1), Point(few + 1, 1), Point(few + 1, 2)]
     else:
-        points = [Point(n, 0) for n in FEW]
+        points = [Point(n, 0) for n in (few, few + 1)]
     one = config.batch.micro_batch_size * p.data_parallel_size
     count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
     # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes

@@ -148,7 +148,7 @@ def numbers(lines: Sequence[Line]) -> Iterator[str]:
         yield "device file: " + ", ".join(
             f"{line['what'].removeprefix('fitted ')} {line['value']:.3f}" for line in fitted
         )
-    hosts = [line for line in lines if line["what"].startswith("host: ")]
+    hosts = [line for line in lines if line["what"].startswith("host: ") and "seconds" in line]
     if hosts:
         yield "host us: " + ", ".join(
             f"{line['what'][6:30]} {1e6 * line['seconds']:.1f}" for line in hosts

@@ -203,6 +203,8 @@ def test_the_summary_subtracts_and_divides():
         ("peer-compiled", "the peer", dict(tokens_per_second=32000.0)),
         ("step-6", "prediction", dict(device="h200", seconds=0.35)),
         ("run-bf16", "prediction", dict(device="/x/device.json", seconds=32768 / 40000)),
+        ("calibrate", "host: an aten call", dict(seconds=2e-6)),
+        ("calibrate", "host: a Triton launch", dict(skipped="this Python has no triton")),
     )
     text = summary.text(lines, {"step-2": "passed", "x": "skipped: no GPU"})
     assert "step-6 46,811 MFU 50.0% 40.0 GB" in text and "step-6 600 650 690, 1 2 3" in text
@@ -212,6 +214,7 @@ def test_the_summary_subtracts_and_divides():
     assert "(of run-bf16): peer-compiled 32,000 (0.800)" in text
     assert "predicted, h200 (measured / predicted): step-6 350 ms (2.00)" in text
     assert "predicted, device (measured / predicted): run-bf16 819 ms (1.00)" in text
+    assert "host us: an aten call 2.0\n" in text
     assert "rows: 1 passed, 0 failed, 1 skipped" in text and "x (no GPU)" in text
 
 
