@@ -119,7 +119,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     # a second layer has its weights gathered under the first, or its activations sent away
     under = p.zero >= 3 and p.pipeline_model_parallel_size == 1
     few = 1 + (under or config.gpu.cpu_offload_activations)
-    small = p.pipeline_model_parallel_size == 1 and cut[0] < few
+    small = p.pipeline_model_parallel_size == 1 and cut[0] <= few + 1
     # owners of matrices get matrices, not layers
     if small or not alike(config, provider) or needs_full_matrices(config):
         points = [Point(0, 0)]  # all of them
