@@ -45,7 +45,8 @@ def read_config(
             if len(value) > LONGEST:
                 value = f"{value[:LONGEST]} ..."
             raise ValueError(
-                f"config.json: {field} is {value}, which this --model-file does not compute"
+                f"config.json: {field} is {value}, which the file of {model_type!r} models does "
+                "not compute; --model-file names another"
             )
     if not own.keys() & MULTIPLIERS:  # a fork may read them into fields of its own
         own |= _multipliers(hf)

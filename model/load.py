@@ -176,9 +176,11 @@ def model_file_of(
     if own:
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
+    if not isinstance(kind, str | None):
+        raise ValueError(f"config.json: model_type is {kind!r}: it must be a text")
     at = (HERE.parent / str(named or f"model/{FILES.get(kind, kind)}.py")).resolve()
-    known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in NO_MODELS)
-    if at in [HERE / f"{stem}.py" for stem in known]:
+    stems = [p.stem for p in HERE.glob("*.py") if p.stem not in NO_MODELS]
+    if at in [HERE / f"{stem}.py" for stem in stems]:
         return load_model_file(str(at))
     if named:
         raise ValueError(f"it was trained with --model-file {named}: give that too")
@@ -186,9 +188,8 @@ def model_file_of(
         raise ValueError(missing_in(kind))
     fork = f"{FORKS}/{kind}.py" if str(kind).isidentifier() else ""
     meant = f"--model-file {fork}" if (HERE.parent / fork).is_file() else "the fork's --model-file"
-    raise ValueError(
-        f"config.json: model_type is {kind!r}, and Weft has {', '.join(known)}: give {meant}"
-    )
+    known = ", ".join(sorted({*stems, *FILES}))
+    raise ValueError(f"config.json: model_type is {kind!r}, and Weft has {known}: give {meant}")
 
 
 def missing_in(kind: str) -> str:

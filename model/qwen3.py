@@ -30,9 +30,14 @@ __all__ = [
 
 
 class Attention(llama.Attention):
-    """Grouped-query attention with normalised queries and keys."""
+    """Grouped-query attention with normalised queries and keys. Raises ValueError for --qk-clip."""
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        if ctx.qk_clip is not None:
+            raise ValueError(
+                "--qk-clip: this model normalises queries and keys, which undoes what is clipped: "
+                "omit the flag; --log-max-attention-logit shows the largest logit"
+            )
         super().__init__(config, ctx, recompute)
         d, eps, region = config.head_size, config.norm_epsilon, Region.TENSOR_PARALLEL
         self.q_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)

@@ -3,6 +3,9 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from training.checkpoint import find_latest
 from training.faults.monitor import FailureMonitor
 from training.run import stop
 
+ROOT = Path(pretrain_llama.__file__).parent
 FLAGS = """
     --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2
     --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1
@@ -42,6 +46,17 @@ def test_a_row_of_the_log(tmp_path, capsys):
     assert rows[1]["consumed_samples"] == 12
     said = capsys.readouterr().out
     assert "1 ranks" in said and "3/3 | loss" in said and "MFU" in said
+
+
+def test_without_asserts_a_run_has_the_same_bits(tmp_path):
+    """python -O, or PYTHONOPTIMIZE in a container, leaves them out."""
+    more = "--train-iters 2 --optimizer muon"
+    with_them = [row["loss"] for row in run(tmp_path, more)]
+    words = [*FLAGS.split(), *more.split(), "--log-json", str(tmp_path / "other.json")]
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    subprocess.run([sys.executable, "-O", ROOT / "pretrain_llama.py", *words], check=True, env=env)
+    rows = (tmp_path / "other.json").read_text().splitlines()
+    assert [json.loads(row)["loss"] for row in rows] == with_them
 
 
 def test_profile_writes_a_trace_of_the_steps_asked_for(tmp_path):

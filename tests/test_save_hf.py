@@ -106,6 +106,17 @@ def test_a_resume_writes_the_folder_that_a_kill_left_out(tmp_path: Path) -> None
     assert [p.name for p in hf.iterdir()] == ["step_00000002"]
 
 
+def test_a_vocabulary_without_the_padding_of_the_model_type(tmp_path: Path, capsys: Any) -> None:
+    """Phi-3's pad_token_id is 32000 in transformers, for a config.json that has none."""
+    from transformers import Phi3ForCausalLM
+
+    fork = ROOT / "examples" / "forks" / "phi3.py"
+    assert run(tmp_path, f"--train-iters 1 --model-file {fork}") == 0
+    assert "--save-hf" not in capsys.readouterr().out
+    loaded = Phi3ForCausalLM.from_pretrained(tmp_path / "hf" / "step_00000001")
+    assert loaded.config.pad_token_id is None
+
+
 def test_a_fork_says_what_transformers_cannot_load(tmp_path: Path, capsys: Any) -> None:
     fork = tmp_path / "fork.py"
     text = (ROOT / "model" / "llama.py").read_text()

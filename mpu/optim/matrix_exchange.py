@@ -119,7 +119,8 @@ class MatrixUpdater(SegmentUpdater):
             handle.wait()
             update = update.to(found_inf.device)  # where the weights are
             for piece, (low, high) in round_.pieces_back():
-                assert (segment := piece.matrix.segment) is not None
+                segment = piece.matrix.segment
+                assert segment is not None
                 part, group = segment[piece.low : piece.high], self.group_of[piece.matrix.group]
                 mine = update[low:high].to(part.dtype)
                 _put(self.apply(part, mine, piece.which, group), part, found_inf)
@@ -131,7 +132,8 @@ class MatrixUpdater(SegmentUpdater):
         factor, found_inf = self._last
         travels: dict[str, Tensor] = {}
         for matrix in round_.slices:
-            assert (segment := matrix.segment) is not None
+            segment = matrix.segment
+            assert segment is not None
             state, grad = self._state[segment], self.scaled(segment, factor)
             travels[matrix.name], new = self.prepare(grad, state, self.group_of[matrix.group])
             for name, values in state.items():

@@ -170,7 +170,8 @@ class ParamAndGradBucket(ParamBucket):
 
     def _close_grad(self) -> Tensor:
         """Return the gradients; from stage 2 on layers cannot reach them any more."""
-        assert (grad := self.grad) is not None
+        grad = self.grad
+        assert grad is not None
         if self.reduction.zero_stage >= 2:
             self.grad, self._leaving = None, grad.nbytes
             for _, param, _ in self.params:

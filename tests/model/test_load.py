@@ -67,8 +67,12 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     sizes = qwen3.hf_config(qwen3.ModelConfig(100, 32, 48, 2, 4, 2))
     path, config = of_checkpoint(sizes)
     assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
-    with pytest.raises(ValueError, match="model_type is 'gptj', and Weft has llama, moe, qwen2"):
-        model_file_of({"model_type": "gptj"})
+    for kind, why in {
+        "gptj": "'gptj', and Weft has dots1, granite, llama, mistral, mixtral, moe, qwen2",
+        ("llama",): "must be a text",
+    }.items():
+        with pytest.raises(ValueError, match=f"model_type is .*{why}"):
+            model_file_of({"model_type": kind})
     for kind, file in {"phi3": r"examples/forks/phi3\.py$", "../arcee": "the fork's "}.items():
         with pytest.raises(ValueError, match=f"give (--model-file )?{file}"):
             model_file_of({"model_type": kind})

@@ -35,14 +35,20 @@ def test_the_script_of_nvidia_trains_at_tiny_size(launcher: Launcher) -> None:
     assert len(losses) == 20 and losses[-1] < losses[0]
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {**DEFAULT, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_an_upcycled_model_is_the_dense_one_at_first(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind, rope", [("Llama", YARN), ("Qwen3", DEFAULT)])
+def test_an_upcycled_model_is_the_dense_one_at_first(
+    tmp_path: Path, kind: str, rope: dict[str, Any]
+) -> None:
     import transformers
 
     sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, head_dim=16)
-    sizes |= dict(bos_token_id=None, eos_token_id=None)
+    sizes |= dict(bos_token_id=None, eos_token_id=None, rope_parameters=rope)
     config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation="eager")
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     theirs.save_pretrained(tmp_path / "dense")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import pretrain_llama
 from tests.model.twin import Twin, run_cases, same_bits
 
 CLIP = dict(qk_clip=True, qk_clip_alpha=0.3, qk_clip_threshold=0.4)
@@ -32,6 +33,14 @@ MORE = {
     "tp2 pp2, full": dict(tp=2, sp=True, pp=2, m=2, layers=4, recompute="full"),
     "tp2, 1 head": dict(tp=2, dp=2, sp=True, zero=2) | dict(sizes=dict(num_query_groups=1)),
 }
+
+
+@pytest.mark.parametrize("more", ["", "--num-experts 2 --moe-router-topk 2"])
+def test_a_run_of_a_model_with_norms_of_queries_is_refused(more: str, capsys: Any) -> None:
+    flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --lr 1e-2"
+    run = f"{flags} --device cpu --mock-data --vocab-size 64 --train-iters 1 --qk-layernorm {more}"
+    assert pretrain_llama.main([*run.split(), "--qk-clip"]) == 2
+    assert "--qk-clip: this model normalises queries and keys" in capsys.readouterr().err
 
 
 class Clipping(Twin):

@@ -213,4 +213,5 @@ def test_a_run_takes_up_a_hugging_face_directory(launcher, tmp_path):
     refused = run(
         launcher, 1, f"{flags} --num-layers 2 --hidden-size 32 --num-attention-heads 4", 2
     )
-    assert "config.json: model_type is 'qwen3', which this --model-file does not" in refused.said(0)
+    why = "config.json: model_type is 'qwen3', which the file of 'llama' models does not compute"
+    assert why in refused.said(0)

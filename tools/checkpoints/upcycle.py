@@ -5,7 +5,7 @@ A token's weights add up to 1 and its experts are equal, so the first loss is th
 whatever the router says (Komatsuzaki et al. 2022, Sparse upcycling, arXiv:2212.05055).
 """
 
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,10 @@ def upcycle(
     dense = saved_config(file, sizes, saved)
     normalised = DENSE[file.__file__]
     config = moe.MoEConfig(
-        **asdict(dense), num_experts=experts, moe_router_topk=topk, qk_layernorm=normalised
+        **{field.name: getattr(dense, field.name) for field in fields(dense)},
+        num_experts=experts,
+        moe_router_topk=topk,
+        qk_layernorm=normalised,
     )
     check_shapes(found, expected_tensors(file, dense))
     copies, pieces = moe.dense_names(config), list[NamedPiece]()

@@ -33,7 +33,7 @@ from training.files.owned import set_aside
 Note = Callable[[str], None]
 
 UNFINISHED = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")  # a save was killed
-TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal was killed
+TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal is under way, or was killed
 # a small file that was to be renamed or removed
 SMALL = re.compile(r"\.(latest|probe|save_hf\.json)-[0-9a-f]+")
 
@@ -181,8 +181,9 @@ def check_complete(directory: Path, good: set[str]) -> None:
 
 
 def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
-    """Remove what a killed save or prune left under `root`. Nobody else may be writing there.
+    """Remove what a killed save left under `root`. No other save may be writing there.
 
+    What a prune renamed stays: a thread may be removing it, and a save does not wait for that.
     A directory set aside (.old-) is rubbish where its successor is complete; without one it is the
     checkpoint of its step.
     """
@@ -192,7 +193,7 @@ def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
             stem, dot, _ = entry.name.partition(".old-")
             if not holds_a_save(root / entry.name):
                 continue
-            if UNFINISHED.fullmatch(entry.name) or TRASH.fullmatch(entry.name):
+            if UNFINISHED.fullmatch(entry.name):
                 rubbish.append(entry.name)
             elif dot and STEP.fullmatch(entry.name):
                 try:

@@ -204,7 +204,8 @@ def _translated(use: Use, here: list[str], whole: bool, notes: list[str]) -> lis
         always = flag and flag.kind == flag_table.ACCEPTED_KIND and not flag.note_for
         if flag and always and not flag.alias_of:
             raise UsageError(f"{there}: leave it out: {flag.text}")
-    notes.append(f"{there} is taken as {' '.join(here) or 'nothing, as it is so here'}")
+    means = f"is taken as {' '.join(here)}" if here else "changes nothing here"
+    notes.append(f"{there} {means}")
     made = uses_of(here) or [Use("")]
     joined = use.joined and not whole and not made[-1].values
     more = use.values[1:] if whole else use.values

@@ -194,7 +194,7 @@ def _read_ours(
     notes: what names of other programs were taken as. Raises UsageError.
     """
     try:
-        found, stray = parser.parse_known_args(_for_argparse(words))
+        found, stray = parser.parse_known_args(_for_argparse(words, parser))
     except argparse.ArgumentError as error:  # a fork's own type may raise it
         raise UsageError(str(error)) from None
     if stray:
@@ -219,14 +219,19 @@ def _read_ours(
     return given, own, {options[name].dest: name for name in names if name in parser.own_names}
 
 
-def _for_argparse(words: Sequence[str]) -> list[str]:
-    """Return the words with `--lr -1e-4` as `--lr=-1e-4`: argparse takes -1e-4 for a flag."""
+def _for_argparse(words: Sequence[str], parser: _Parser) -> list[str]:
+    """Return the words with `--lr -1e-4` as `--lr=-1e-4`: argparse takes -1e-4 for a flag.
+
+    A flag of any number of values stays as it is, since `=` would give it this value alone.
+    """
     out: list[str] = []
+    several = {name for name, of in parser._option_string_actions.items() if of.nargs == "*"}
     for word in words:
         if word == "--" or word.endswith("=--"):  # argparse would take it away
             raise UsageError(f"{word}: -- is not a value")
         negative = word.startswith("-") and not word.startswith("--")
-        if negative and out and out[-1].startswith("--") and "=" not in out[-1]:
+        single = out and out[-1].startswith("--") and "=" not in out[-1] and out[-1] not in several
+        if negative and single:
             out[-1] = f"{out[-1]}={word}"
         else:
             out.append(word)

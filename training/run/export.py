@@ -36,6 +36,7 @@ from training.files.written import Written
 from training.settings.arguments import CheckpointConfig
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
+NO_PADDING = {"pad_token_id": None}
 STEP = re.compile(r"step_\d{8,}")
 RECORD = "save_hf.json"  # in --save
 SHARD_BYTES = 5_000_000_000  # of one file of weights, as transformers has it
@@ -137,7 +138,8 @@ def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
 
     given: --tokenizer. The files have the names that Hugging Face looks for, and those that
     transformers.AutoTokenizer reads are added where they are missing. The ids of a model
-    that was imported are kept; else they are the tokenizer's own. Raises ValueError.
+    that was imported are kept; else they are the tokenizer's own. Padding has none unless it was
+    imported: that of a model_type may be outside of this vocabulary. Raises ValueError.
     """
     state = found.state if given is None else {}
     directory = found.directory if given is None else given
@@ -159,7 +161,7 @@ def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
     if ids and "generation_config.json" not in extra:
         known = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
         extra["generation_config.json"] = json.dumps(known, indent=2).encode()
-    return extra, ids
+    return extra, {**NO_PADDING, **ids}
 
 
 def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -181,6 +183,7 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
         return f"transformers {transformers.__version__} has no model_type {kind!r}: {own}"
     # a copy: transformers writes into the dictionaries that it reads
     fields = {key: deepcopy(value) for key, value in config.items() if key != "torch_dtype"}
+    fields = {**NO_PADDING, **fields}
     quiet = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

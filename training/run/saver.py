@@ -117,6 +117,12 @@ class Saver:
                     path.rmdir()
             raise
         self._find_best(iteration)
+
+        def clear() -> None:  # what a killed prune left
+            prune(root, None, None, set(), self.note)
+
+        if not self.ctx.grid.rank:
+            self._pruning.start(clear)
         if c.async_save:
             self._staging = Staging(pieces)
         if self._hf is not None and iteration and not self.resume.later:

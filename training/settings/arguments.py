@@ -1229,7 +1229,13 @@ class DataConfig:
         False,
         "train on made-up tokens and read no data file",
         start=True,
-        excludes=("--data-path", "--data-args-path", "--train-data-path"),
+        excludes=(
+            "--data-path",
+            "--data-args-path",
+            "--train-data-path",
+            "--valid-data-path",
+            "--test-data-path",
+        ),
     )
     num_workers: int | None = setting(
         None,

@@ -193,9 +193,20 @@ def test_a_step_set_aside(run: Any, newest: Any) -> None:
     assert steps(root) == ["2"]
 
 
-def test_what_a_killed_save_or_prune_left_is_cleared(run: Any, newest: Any) -> None:
+def test_a_save_leaves_what_a_prune_removes_meanwhile(run: Any) -> None:
+    root, notes = run(1, 2), []
+
+    def hook(now: str) -> None:
+        if now == "trash":
+            clear_rubbish(root, set(), notes.append)
+
+    assert prune(root, 1, None, set(), notes.append, hook) == [step_name(1)]
+    assert not notes and steps(root) == ["2"]
+
+
+def test_what_a_killed_save_left_is_cleared(run: Any, newest: Any) -> None:
     root = run(1, 2)
-    for name in ("step_00000003.tmp-ab", "step_00000000.trash-ab", "step_00000002.old-ab"):
+    for name in ("step_00000003.tmp-ab", "step_00000002.old-ab"):
         shutil.copytree(root / step_name(2), root / name)
     for name in (".latest-ab", ".probe-cd"):
         (root / name).write_text("")

@@ -258,6 +258,8 @@ MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--lr -0.1", 1, "--lr -0.1: must be a number >= 0"),
     ("--lr -1e-4", 1, "--lr -1e-4: must be a number >= 0"),
+    ("--iterations-to-skip -1 2", 1, "--iterations-to-skip -1: must be a whole number >= 0"),
+    ("--valid-data-path p", 1, "--mock-data and --valid-data-path exclude each other"),
     ("--lr", 1, "--lr: expected one argument"),
     ("--lr 1 -lr 1", 1, "-lr: a value that belongs to no flag; flags begin with --"),
     ("\u2014lr 1", 1, "\u2014lr: a value that belongs to no flag; flags begin with --"),

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -55,6 +56,13 @@ def begun(tmp_path: Path) -> Path:
     """A run of three steps, saved."""
     run(tmp_path, "--train-iters 3 --save {tmp}/saved")
     return tmp_path
+
+
+def test_a_start_clears_what_a_killed_removal_left(begun: Path) -> None:
+    left = begun / "saved/step_00000002.trash-ab"
+    shutil.copytree(begun / "saved" / step_name(3), left)
+    assert run(begun, "--train-iters 3 --load {tmp}/saved --save {tmp}/saved") == []
+    assert not left.exists()
 
 
 def steps(folder: Path) -> list[int]:
