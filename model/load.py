@@ -176,7 +176,7 @@ def model_file_of(
     if own:
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
-    if not isinstance(kind, str | None):
+    if not isinstance(kind, str):
         raise ValueError(f"config.json: model_type is {kind!r}: it must be a text")
     at = (HERE.parent / str(named or f"model/{FILES.get(kind, kind)}.py")).resolve()
     stems = [p.stem for p in HERE.glob("*.py") if p.stem not in NO_MODELS]
