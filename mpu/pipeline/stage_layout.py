@@ -204,7 +204,9 @@ def _written(layout: str, num_layers: int, stages: int) -> list[int]:
                 f"{symbol} must be the {where} symbol, and stand once; it has {chars.count(symbol)}"
             )
     if chars.count("t") != num_layers:
-        raise ValueError(f"it has {chars.count('t')} layers (t) and {num_layers} are needed")
+        raise ValueError(
+            f"the number of t's must be that of the layers, {num_layers}; it is {chars.count('t')}"
+        )
     return [text.count("t") for text in texts]
 
 

@@ -163,7 +163,8 @@ MISTAKES = [
     (
         "--pipeline-model-parallel-layout Ett|tttL",
         2,
-        f"{P} 2 and --pipeline-model-parallel-layout Ett|tttL: it has 5 layers (t) and 8 are need",
+        f"{P} 2 and --pipeline-model-parallel-layout Ett|tttL: the number of t's must be that of the "
+        "layers, 8; it is 5",
     ),
     (
         "--pipeline-model-parallel-layout Et*4|mt*4L",
