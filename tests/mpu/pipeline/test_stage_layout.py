@@ -171,7 +171,7 @@ def test_cuts_that_flags_ask_for(args, options, expected):
 @pytest.mark.parametrize(
     "args,options,sentence",
     [
-        ((8, 2), {"layout": "Et|tL"}, "it has 2 layers .t. and 8 are needed"),
+        ((8, 2), {"layout": "Et|tL"}, "number of t's must be that of the layers, 8; it is 2"),
         ((2, 2), {"layout": "Et|t|L"}, "it has 3 stages and 2 are needed"),
         ((2, 2), {"layout": "t|tL"}, "E must be the first symbol, and stand once; it has 0"),
         ((2, 2), {"layout": "tE|tL"}, "E must be the first symbol"),

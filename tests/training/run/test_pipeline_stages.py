@@ -163,8 +163,8 @@ MISTAKES = [
     (
         "--pipeline-model-parallel-layout Ett|tttL",
         2,
-        f"{P} 2 and --pipeline-model-parallel-layout Ett|tttL: the number of t's must be that of the "
-        "layers, 8; it is 5",
+        f"{P} 2 and --pipeline-model-parallel-layout Ett|tttL: the number of t's must be that of "
+        "the layers, 8; it is 5",
     ),
     (
         "--pipeline-model-parallel-layout Et*4|mt*4L",
