@@ -221,7 +221,7 @@ MISTAKES = {
     "layers lost": (
         2,
         " --pipeline-model-parallel-layout Et|ttL",
-        "--pipeline-model-parallel-layout Et|ttL: it has 3 layers",
+        "--pipeline-model-parallel-layout Et|ttL: the number of t's must be that of the layers, 4",
     ),
     "too few micro-batches": (
         2,
