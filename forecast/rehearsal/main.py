@@ -42,7 +42,7 @@ from training.data.files import write_text
 from training.files.owned import json_with, refuse
 from training.files.untrusted import sentence
 from training.run.model_profile import model_profile
-from training.run.pipeline_stages import costs
+from training.run.pipeline_stages import costs, rank_stages
 from training.run.waiting import Progress
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import schedule_of
@@ -148,6 +148,12 @@ def run(
     )  # fmt: skip
 
 
+NO_LAYERS = (
+    "not predicted: the layers of the other ranks are timed by this rank's, which has none; "
+    "--rehearse-rank names another rank"
+)
+
+
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     """Return the report as JSON's types and as text."""
     recorder, step = seen.recorder, seen.step()
@@ -184,12 +190,17 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     }
     # with findings there may be no whole step; torch's operations in a kernel's place make one
     kinds = {finding["kind"] for finding in made["findings"]}
-    if recorder.device == "cuda" and kinds <= {"stand-in"}:
+    timed = recorder.device == "cuda" and kinds <= {"stand-in"}
+    provider = seen.script.model_provider
+    stages = rank_stages(seen.config, provider, seen.grid.pp.rank)
+    if timed and not any(stage.layers for stage in stages):
+        times = [f"  {NO_LAYERS}"]
+    elif timed:
         timing, *others = (time_of(seen, end, step) for end in device.ends())
         other = others[0] if others else None
         made["time"] = as_json(timing, other)
         times = lines(timing, device, other)
-        table = activation_costs.rows(seen.config, seen.script.model_provider, step, device)
+        table = activation_costs.rows(seen.config, provider, step, device)
         moved = activation_costs.carried(step, device, timing)
         made["activations"] = activation_costs.as_json(table, moved)
         of_layers = activation_costs.lines(table, moved)

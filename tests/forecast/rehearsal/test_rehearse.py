@@ -13,6 +13,7 @@ import pytest
 import pretrain_llama
 from forecast.device_file import path_of
 from forecast.rehearsal.events import Alloc, Free, Launch, Where
+from forecast.rehearsal.main import NO_LAYERS
 from forecast.rehearsal.memory import memory
 from forecast.rehearsal.workspaces import of_launch
 from forecast.traffic import totals, traffic
@@ -170,6 +171,14 @@ def test_a_card_that_nobody_measured_is_predicted_as_a_range(rehearse):
     assert all(f"{1e3 * end['step_seconds']:.1f} ms" in text for end in (low, high))
     low, high = rehearse("--rehearse-device a100").report["time"]["range"]
     assert low == high
+
+
+def test_a_rank_without_layers_predicts_no_time(rehearse):
+    layout = "--pipeline-model-parallel-layout E|tttt|L --pipeline-model-parallel-size 3"
+    _, report, text = rehearse(f"--global-batch-size 4 {layout}", 3)
+    assert report["time"] == {} and f"  {NO_LAYERS}\n" in text and report["memory"]["peak_bytes"]
+    middle = rehearse(f"--global-batch-size 4 {layout} --rehearse-rank 1", 3)
+    assert middle.report["time"]["step_seconds"] > 0 and NO_LAYERS not in middle.text
 
 
 @pytest.mark.prove
