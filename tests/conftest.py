@@ -52,8 +52,8 @@ PRELOADED = [
 # what a rank allocates, for which its processes are new.
 LONGEST = """
 forecast/test_recording.py model/test_moe_parity.py forecast/planner/test_plan.py
-forecast/planner/test_rank_order.py forecast/test_dry_run.py forecast/rehearsal/test_whole_step.py
-forecast/rehearsal/test_rehearse.py forecast/rehearsal/test_cpu.py
+forecast/test_dry_run.py forecast/rehearsal/test_whole_step.py forecast/rehearsal/test_rehearse.py
+forecast/rehearsal/test_cpu.py
 training/settings/test_update_rules.py model/test_frozen.py training/checkpoint/test_reshard.py
 tools/test_fork_check.py model/test_zero_parity.py training/run/test_saver.py
 training/run/watch/test_numbers.py model/test_float8.py model/test_moe_router.py

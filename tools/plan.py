@@ -22,7 +22,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, permutations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
@@ -32,14 +33,17 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from forecast.planner import measured, own, rank_order, search, table
+from forecast.planner import measured, own, search, table
 from forecast.planner.cluster import Cluster, read_cluster
 from forecast.planner.measured import MeasureError, Results
 from forecast.planner.model import Model, on_cpu, read_model
 from forecast.planner.played import Worker
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
+from mpu.grid import ORDER
+from mpu.launch import Launch
 from tools.command_line import Parser, error_line, integer, number
+from training.run.model_profile import make_grid
 from training.run.waiting import Progress, waiting
 from training.settings.update_rules import RULES
 
@@ -84,21 +88,45 @@ def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
     return int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
 
 
-def compare(
-    model: str, cluster: Cluster, question: Question, flags: str, top: int, progress: Progress
-) -> Answer:
-    """Compare the layout of flags with the best of `top`. Raises PlanError, UsageError.
-
-    What the question leaves open, of sequence length, batch and dtype, is that of the flags, for
-    both; where these say no batch, it is the plan's.
+def named_by(model: str, cluster: Cluster, question: Question, flags: str) -> Recorded:
+    """Return the layout that flags name; where they say no batch, it is the plan's. Raises
+    PlanError, UsageError.
     """
     optimizer = str(question.get("optimizer", ""))
     named = model_of(model, cluster, int(question.get("seq-length", SEQUENCE)), optimizer)
     length = named.config.model.seq_length
     config = own.config_of(named, cluster, flags, batch_of(cluster, question, length))
     batch = config.batch.global_batch_size
-    mine = Recorded(named, cluster, f"{flags} --global-batch-size {batch}")
-    same: Question = {"seq-length": config.model.seq_length, "global-batch-size": batch}
+    return Recorded(named, cluster, f"{flags} --global-batch-size {batch}")
+
+
+def rank_orders(of: Recorded, progress: Progress) -> Answer:
+    """Time a layout in each order of its ranks, the usual one first: axes of one rank stay where
+    they are.
+    """
+    grid = make_grid(of.config, Launch(0, of.cluster.gpus))
+    cut = [name for name in ORDER if getattr(grid, name).size > 1]
+    rest = [name for name in ORDER if name not in cut]
+    orders = ["-".join([*each, *rest]) for each in permutations(cut)]
+    runs = [replace(of, flags=f"{of.flags} --rank-order {order}") for order in orders]
+    with Worker() as worker:
+        play(runs, worker, progress)
+    return table.rank_orders(dict(zip(orders, runs, strict=True))), True
+
+
+def compare(
+    model: str, cluster: Cluster, question: Question, flags: str, top: int, progress: Progress
+) -> Answer:
+    """Compare the layout of flags with the best of `top`. Raises PlanError, UsageError.
+
+    What the question leaves open, of sequence length, batch and dtype, is that of the flags, for
+    both.
+    """
+    mine = named_by(model, cluster, question, flags)
+    config = mine.config
+    same: Question = {
+        "seq-length": config.model.seq_length, "global-batch-size": config.batch.global_batch_size,
+    }  # fmt: skip
     if (dtype := own.dtype_of(config)) != "bf16":
         search.check_dtype(cluster, dtype)
         same["float8"] = dtype
@@ -165,10 +193,8 @@ def answer(args: argparse.Namespace) -> Answer:
         raise MeasureError("--measure runs layouts of the plan, and goes with no other layout")
     with waiting("planning") as progress:
         if args.rank_orders is not None:
-            sequence, optimizer = args.seq_length or SEQUENCE, args.optimizer or ""
-            model = model_of(args.model, cluster, sequence, optimizer)
-            config = rank_order.config_of(model, cluster, args.rank_orders)
-            return rank_order.table(config, cluster), True
+            layout = named_by(args.model, cluster, question, args.rank_orders)
+            return rank_orders(layout, progress)
         if args.why is not None:
             return compare(args.model, cluster, question, args.why, args.top, progress)
         start = measured.launcher(cluster, args.launch) if args.measure else []
@@ -220,8 +246,7 @@ def measure(
             f"--measured than {results.path} measures them again")  # fmt: skip
     for place, each in enumerate(todo, 1):
         what = f"layout {place} of {len(todo)}"
-        order = rank_order.faster(model, cluster, each.flags)[0]
-        words = [*start, PROGRAM, *shlex.split(f"{each.command} {order} {table.EXAMPLE}")]
+        words = [*start, PROGRAM, *shlex.split(f"{each.command} {table.EXAMPLE}")]
         with waiting(what) as progress:
             progress.begin("", steps, "steps")
             run = measured.measure(

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pretrain_llama
 from benchmarks.planning.cpu_host import Host, Product, Rates
-from forecast.planner.rank_order import ledger
+from forecast.recording import record
+from forecast.traffic import rows
 from mpu.launch import Launch
 from mpu.pipeline.play import cores
 from mpu.pipeline.simulate import Costs, simulate
@@ -24,7 +25,8 @@ from training.settings.config import Config
 from training.settings.pipeline_schedule import schedule_of
 
 PROVIDER = pretrain_llama.model_provider
-IN_STEP = ("tp", "cp", "tp_kv")  # axes of which each micro-batch has transfers
+AXES = {"pp_back": "pp"}  # the ranks of both are a pipeline's
+IN_STEP = ("tp", "cp", "tp_kv", "pp")  # axes of which each micro-batch has transfers
 
 
 @dataclass(frozen=True)
@@ -193,13 +195,18 @@ def transfers(host: Host, config: Config, count: int) -> tuple[list[float], list
     grid = make_grid(config, Launch(0, config.parallel.world_size))
     width = grid.pp_size
     beside, after, message = [0.0] * width, [0.0] * width, 0.0
-    for flow in ledger(config):
-        ranks = 2 if flow.verb == "send" else grid.groups(flow.axis).shape[1]
-        one = host.transfer(flow.verb, ranks, flow.sent / flow.calls)
-        if flow.axis == "pp" and flow.verb == "send":
-            message = max(message, one)
-        if flow.calls >= count and (flow.axis in IN_STEP or flow.axis == "pp"):
-            beside[flow.pp_rank] += one * flow.calls / count
-        else:
-            after[flow.pp_rank] += one * flow.calls
+    for rank, recording in record(config, pretrain_llama).items():
+        found: dict[tuple[str, str, int], list[int]] = {}  # by axis, verb and peer: calls, bytes
+        for row in (each for each in rows(recording) if each.sent):
+            of = found.setdefault((AXES.get(row.axis, row.axis), row.verb, row.peer), [0, 0])
+            of[0], of[1] = of[0] + row.times, of[1] + row.sent
+        for (axis, verb, _), (calls, sent) in found.items():
+            ranks = 2 if verb == "send" else grid.groups(axis).shape[1]
+            one = host.transfer(verb, ranks, sent / calls)
+            if axis == "pp" and verb == "send":
+                message = max(message, one)
+            if calls >= count and axis in IN_STEP:
+                beside[rank] += one * calls / count
+            else:
+                after[rank] += one * calls
     return beside, after, message

@@ -8,7 +8,6 @@ import numpy as np
 
 from forecast.planner.measured import Measured
 from forecast.planner.own import dtype_of
-from forecast.planner.rank_order import faster
 from forecast.planner.recorded import Recorded
 from forecast.planner.search import COMPARISON_ERROR, RISK, Plans, recommended
 from forecast.rehearsal.clock import Timing
@@ -115,18 +114,12 @@ def ranking(
         )
     lines += [*parts_of(best), *edges_of(best)]
     taken = best[0] if measured else recommended(best)
-    order, saved = faster(plans.model, cluster, taken.flags)
-    if order:
-        lines.append(
-            f"{order}: its transfers take {saved:.3f} s less than in the usual order, without "
-            "overlap; step s does not include that"
-        )
     near = f"the simplest of those within {COMPARISON_ERROR:.1%} of the fastest"
     which = "the fastest" if taken is best[0] else near
     lines.append(
         f"Layout {best.index(taken) + 1}, {which}, with {EXAMPLE} as examples of your own choices:"
     )
-    return [*lines, *command_lines(taken, order)]
+    return [*lines, *command_lines(taken)]
 
 
 def measured_of(run: Recorded, result: Measured | None) -> str:
@@ -176,13 +169,13 @@ def activations_of(config: Config) -> list[str]:
     return words + ["update on the host"] * on_host
 
 
-def command_lines(run: Recorded, more: str = "") -> list[str]:
+def command_lines(run: Recorded) -> list[str]:
     """Return the command that starts a layout, in lines of a shell."""
     cluster = run.cluster
     start = "torchrun --standalone"
     if cluster.nodes > 1:
         start = f"torchrun --nnodes {cluster.nodes} --node-rank $NODE --master-addr $HOST"
-    words = f"{run.command} {more} {EXAMPLE}".split()
+    words = f"{run.command} {EXAMPLE}".split()
     lines = [f"{start} --nproc-per-node {cluster.node} pretrain_llama.py"]
     line = ""
     for word in words:
@@ -233,6 +226,25 @@ def edges_of(runs: Sequence[Recorded]) -> list[str]:
         "the host's time to launch the step of rank 0, over the step time)",
         *aligned(rows),
     ]  # fmt: skip
+
+
+def rank_orders(runs: Mapping[str, Recorded]) -> list[str]:
+    """Return the orders of a layout's ranks, the fastest first, and the flag of that one.
+
+    runs: by order, played. Of those that print the same seconds the first one given comes first.
+    """
+    rows: list[Sequence[str]] = [("order", "step s", *TERMS)]
+    for order, run in runs.items():
+        parts = breakdown(run.played)
+        step = f"{run.played.step_seconds:#.4g}".removesuffix(".")
+        rows.append((order, step, *(f"{seconds:.3f}" for seconds in parts.values())))
+    rows[1:] = sorted(rows[1:], key=lambda row: float(row[1]))
+    meanings = "; ".join(f"{key}: {meaning}" for key, (meaning, _) in TERMS.items())
+    return [
+        *aligned(rows),
+        f"seconds of a step of rank 0, and its parts ({meanings})",
+        f"flag of the first: --rank-order {rows[1][0]}",
+    ]
 
 
 def work_of(run: Recorded) -> tuple[str, str, str]:

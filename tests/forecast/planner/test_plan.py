@@ -407,7 +407,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
         ),
         (
             ["1B", "h100_8_nodes", "--why", "--num-layers 8"],
-            "--num-layers makes another model than 1B",
+            "--num-layers in a layout's flags makes another model than 1B",
         ),
         ([SMALL, "h100_8_nodes", "--seq-length", "64", "--global-batch-size", "1"], "no layout of"),
     ],

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+import pretrain_llama
 from forecast.planner.cluster import read_cluster
 from forecast.planner.model import REST
-from forecast.planner.rank_order import AXES, ledger
 from forecast.planner.search import Plans
+from forecast.traffic import traffic
 from tests.forecast.rehearsal.conftest import Process
 from tools import plan
 from training.flags.parse import parse
@@ -63,12 +64,10 @@ def hold_memory(plans: Plans, n: int, stage: int, report: Report) -> None:
 def hold_bytes(plans: Plans, n: int, stage: int, report: Report) -> None:
     """Hold what the planner says that a rank sends, by axis and verb, to what it sent."""
     told, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for flow in ledger(parse(words(plans, n), plans.cluster.gpus)):
-        if flow.pp_rank == stage:
-            told[flow.axis, flow.verb] += flow.sent
+    for row in traffic(parse(words(plans, n), plans.cluster.gpus), pretrain_llama, stage):
+        told[row.axis, row.verb] += row.sent
     for row in report["collectives"]:
-        if row["sent"]:
-            sent[AXES.get(row["axis"], row["axis"]), row["verb"]] += row["sent"]
+        sent[row["axis"], row["verb"]] += row["sent"]
     assert told == sent, plans.layouts[n]
 
 

@@ -23,8 +23,6 @@ import torch
 import pretrain_llama
 from forecast.dry_run import report
 from forecast.explainer.text import sums
-from forecast.planner.cluster import Level
-from forecast.planner.rank_order import across, ledger
 from forecast.recording import record
 from forecast.traffic import SMALL, rows, totals, traffic
 from model.load import load_model_file
@@ -46,7 +44,6 @@ from tests.saved import check_equal, stored
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import memory_report
-from training.run.model_profile import make_grid
 from training.run.saver import Saver
 from training.settings.arguments import CheckpointConfig
 from training.settings.config import Config
@@ -400,8 +397,8 @@ def parsed(path: str, more: str = "") -> Config:
 def test_a_collective_of_a_new_kind_is_in_every_list(fork: str) -> None:
     """The exchange of experts stands in the fork alone: a collective over ep of its layers.
 
-    The list of traffic has it as it runs on meta tensors, so the dry run, `make explain` and the
-    planner's bytes over each link have it, and the sums of gradients over edp beside it.
+    The list of traffic has it as it runs on meta tensors, so the dry run and `make explain` have
+    it, and the sums of gradients over edp beside it.
     """
     config = parsed(fork, "--zero-stage 1")
     over_ep = [row for row in traffic(config, pretrain_llama) if row.axis == "ep"]
@@ -410,12 +407,7 @@ def test_a_collective_of_a_new_kind_is_in_every_list(fork: str) -> None:
     assert re.search(r"edp +reduce-scatter", text) and re.search(r"ep +all-gather", text)
     assert "AdamW's two, a share of 1/4, of experts 1/2" in text
     assert any(line.startswith("ep ") for line in sums({}, over_ep))
-    flows = ledger(config)
-    assert {flow.axis for flow in flows} >= {"ep", "edp"}
-    levels = [Level("pair", 2, 1e9, 0.0), Level("all", 0, 1e9, 0.0)]
-    over = across(make_grid(config, Launch(0, 4)), levels, flows)
-    assert over["ep"] == [4 * sum(row.sent for row in over_ep), 0]  # neighbours
-    assert not over["edp"][0] and over["edp"][1]
+    assert any(row.axis == "edp" for row in traffic(config, pretrain_llama))
 
 
 # --- layout
