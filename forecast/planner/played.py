@@ -133,6 +133,8 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
         ranks = min(ranks, SHORT)
     chunks = min(len(cut), SHORT) if points[0].layers else len(cut)
+    # a first step learns the order of gathers, and has no state that comes back from the host
+    learns = p.zero >= 3 or p.optimizer_state_offload
     if p.overlap_moe_expert_parallel_comm:
         counts = sorted({min(count, each * ranks) for each in PAIRS})
     elif ranks > SHORT or ranks == 1 or p.defer_embedding_wgrad_compute:
@@ -144,7 +146,8 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     for point in points:
         for m in counts:
             words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
-                     "--rehearse-device", cluster.device]  # fmt: skip
+                     "--rehearse-device", cluster.device,
+                     "--rehearse-steps", str(1 + learns)]  # fmt: skip
             if point.layers:
                 words += of_layers(config, point, ranks, chunks)
             jobs.append({

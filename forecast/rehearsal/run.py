@@ -264,7 +264,7 @@ def rehearse(
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
     real: on tensors that have memory, with the other ranks of a real world. progress: counts the
-    steps. tries: whether a run's trial calls are made first.
+    steps. tries: whether the calls that a run tries, and the chunks that it warms up, come first.
     """
     progress = progress or Progress()
     progress.begin("building the model")
@@ -295,6 +295,8 @@ def rehearse(
     watch_functions(recorder, patches)
     watch_storages(recorder, patches)
     patches.replace(start, "GradientCheck", lambda grid, note: None)  # of values
+    if not tries:
+        patches.replace(start, "warm_up", lambda *given: None)
     notes: list[str] = []
     run, failure = None, None
     gc.collect()
@@ -315,6 +317,8 @@ def rehearse(
                     try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
+                if not tries:
+                    run.optimizer.loaded(1)  # its state is there, as after a step
                 recorder.layers = ModuleTracker(run.model, run.engine.queue, run.sink)
                 with script.StopSignal() as stop:
                     script.work(run, loaders, {}, stop)
