@@ -25,7 +25,7 @@ from mpu.kernels.launch import cdiv, next_power_of_2
 PARTS = 512
 TILE = 8192  # bytes that a program holds of each operand, if a row is not longer
 WIDEST = {torch.bfloat16: 8192, torch.float32: 8192, torch.float64: 4096}
-LONG = 2048
+LONG = 1024
 FOLD_ROWS, FOLD_COLUMNS = 64, 32
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, RoPE and SwiGLU compile for GPUs as they are launched, and ptxas spills but SPILLED.
+"""RMSNorm, RoPE and SwiGLU compile for GPUs as they are launched, and ptxas spills nothing.
 
 The launches are those of real sizes, on meta tensors; what a launch knows of its arguments is
 compiled in: dtypes, sizes that 16 divides, constants. `pytest -rP` prints the registers.
@@ -25,8 +25,6 @@ POINTERS = {
 }  # fmt: skip
 OTHERS = {torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64"}
 REGISTERS = 65536  # of an SM, for all threads of a program
-# bytes a thread that the ptxas of Triton 3.7.1 spills of a norm of 16,384 columns, for sm_90
-SPILLED = {"norm_backward_long_kernel": 8}
 
 
 def launches(call, patch):
@@ -107,14 +105,14 @@ def swiglu_calls(dtype, width):
 
 
 def no_spill(calls, majors, patch, folder):
-    """Hold every launch of some calls on some architectures to SPILLED; print its registers."""
+    """Compile every launch of some calls for some architectures; print its registers."""
     for call, *sizes in calls:
         for kernel, given in launches(lambda call=call, sizes=sizes: call(*sizes), patch):
             for major in majors:
                 registers, spilled = resources(kernel, given, major, folder)
                 what = f"{kernel.fn.__name__} {sizes} sm_{10 * major}"
                 print(f"{what}: {registers} registers, {spilled} bytes spilled")
-                assert spilled <= SPILLED.get(kernel.fn.__name__, 0), what
+                assert not spilled, what
 
 
 def test_a_layer_of_llama_3_8b_is_not_spilled_on_a_hopper(monkeypatch, tmp_path):
