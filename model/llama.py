@@ -433,14 +433,14 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    kind = hf.get("model_type")
-    if kind == "granite":  # what hf_config writes of muP's multipliers
+    kind, rules = MODEL_TYPE, dict[str, Any]()
+    if hf.get("model_type") == "granite":  # what hf_config writes of muP's multipliers
+        kind, rules = "granite", {"residual_multiplier": lambda v: v == 1.0}
         hf = filled(hf, {"attention_multiplier": 1.0})
-        return read_hf_config(hf, "granite", rules={"residual_multiplier": lambda v: v == 1.0})
-    if kind == "mistral":
+    elif hf.get("model_type") == "mistral":
         hf = filled(hf, MISTRAL)
-        return read_hf_config(hf, kind, rules=window_rule(hf) | unread(BIASES))
-    return read_hf_config(hf, MODEL_TYPE)
+        kind, rules = "mistral", window_rule(hf) | unread(BIASES)
+    return read_hf_config(hf, kind, rules=rules)
 
 
 def read_hf_config(

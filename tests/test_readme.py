@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from model.llama import LlamaConfig
+from model.load import load_model_file
 from tools import quickstart
 from training.flags.megatron import known_flags
 from training.flags.parse import parse
@@ -197,6 +199,22 @@ def test_the_diffs_are_of_the_models_file():
     changes, wrong = re.findall(r"<<'EOF'\n(.*?)^EOF$", README, re.MULTILINE | re.DOTALL)
     assert "gelu(gate)" in "\n".join(patched(model, changes))
     assert "y.norm(" in "\n".join(patched(patched(model, changes), wrong))
+
+
+def test_the_changed_model_reads_what_it_writes_and_no_silu(tmp_path):
+    """Multipliers make a Granite of it, and a Mistral is a Llama: both keep its own rule."""
+    model = (ROOT / "model" / "llama.py").read_text().splitlines()
+    changes, _ = re.findall(r"<<'EOF'\n(.*?)^EOF$", README, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "my_model.py"
+    path.write_text("\n".join(patched(model, changes)))
+    file = load_model_file(str(path))
+    hf = file.hf_config(LlamaConfig(260, 32, 64, 2, 4, 2))
+    for more in ({}, {"model_type": "granite", "embedding_multiplier": 1.5},
+                 {"model_type": "mistral", "sliding_window": None}):  # fmt: skip
+        read = file.from_hf_config({**hf, **more})
+        assert read.embedding_mult == more.get("embedding_multiplier", 1.0)
+        with pytest.raises(ValueError, match="hidden_act is 'silu'"):
+            file.from_hf_config({**hf, **more, "hidden_act": "silu"})
 
 
 def tiny_model(folder: Path) -> None:

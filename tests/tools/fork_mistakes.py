@@ -39,7 +39,7 @@ OLMO2, GEMMA2, PHI, GRANITE = (
 BITNET, PHI3 = "examples/forks/bitnet.py", "examples/forks/phi3.py"
 GEMMA3, GLM4 = "examples/forks/gemma3.py", "examples/forks/glm4.py"
 MLP = "        return swiglu(x, self.gate_up, self.down)\n"
-READS = "    return read_hf_config(hf, MODEL_TYPE)\n"
+READS = "    return read_hf_config(hf, kind, rules=rules)\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 LOSS = "        return self.loss(h, labels.t()).t()  # [b, s]\n"
 SUM = "        squares = reduce_from_tensor_model_parallel_region(squares, tp, self)\n"
@@ -115,7 +115,7 @@ MISTAKES = {
         "residual_multiplier = ",
     ),
     "an activation that nobody checks": Mistake(
-        LLAMA, {READS: READS.replace(")", ', rules={"hidden_act": bool})')}, "hidden_act = "
+        LLAMA, {READS: READS.replace("=rules", '=rules | {"hidden_act": bool}')}, "hidden_act = "
     ),
     "a model type that nobody checks": Mistake(
         QWEN3, {'(hf, "qwen3"': '(hf, hf["model_type"]'}, "model_type = "

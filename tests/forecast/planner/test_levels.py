@@ -49,8 +49,8 @@ def test_the_order_that_sends_least_between_sites_is_first(tmp_path, capsys):
     many = orders(path, capsys, f"{LAYOUT} --global-batch-size 1024")
     assert many[-1] == "flag of the first: --rank-order tp-pp-dp-cp"
     words = [*REST.split(), *LAYOUT.split(), *many[-1].split()[-2:]]
-    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 64"
-    assert parse([*model.split(), *words], 16).parallel.rank_order == "tp-pp-dp-cp"
+    words += "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()
+    assert parse([*words, "--vocab-size", "64"], 16).parallel.rank_order == "tp-pp-dp-cp"
 
 
 def test_a_layout_of_one_axis_has_one_order(capsys):
