@@ -48,6 +48,7 @@ def test_a_row_of_the_log(tmp_path, capsys):
     assert "1 ranks" in said and "3/3 | loss" in said and "MFU" in said
 
 
+@pytest.mark.prove
 def test_without_asserts_a_run_has_the_same_bits(tmp_path):
     """python -O, or PYTHONOPTIMIZE in a container, leaves them out."""
     more = "--train-iters 2 --optimizer muon"

@@ -25,6 +25,7 @@ def report(config):
     return dry_run.report(config, pretrain_llama)
 
 
+@pytest.mark.prove
 def test_the_groups_follow_the_order_of_the_ranks():
     config = read(f"{PIPELINE} 16 --tensor-model-parallel-size 2 --rank-order pp-dp-tp-cp", 16)
     text = report(config)

@@ -180,6 +180,7 @@ def load_and_save(comm: Any, case: dict[str, Any], load: str, to: str) -> list[f
     return train(run, case, 2, 2)
 
 
+@pytest.mark.prove
 def test_any_ep_loads_any_ep(world: Any, tmp_path: Path) -> None:
     """A tensor a matrix of an expert, with its moments; on the same layout with the same bits."""
     from tests.model.test_moe_router import BIASED

@@ -108,6 +108,7 @@ Path({str(note)!r}).write_text(str(child.pid))
             os.kill(pid, 0)
 
 
+@pytest.mark.prove
 def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path):
     path = tmp_path / "out" / LINES
     rows = [row_of(path, f"row-{i}", "import time; time.sleep(60)", 30.0) for i in range(3)]

@@ -53,6 +53,7 @@ def test_the_order_that_sends_least_between_sites_is_first(tmp_path, capsys):
     assert parse([*words, "--vocab-size", "64"], 16).parallel.rank_order == "tp-pp-dp-cp"
 
 
+@pytest.mark.prove
 def test_a_layout_of_one_axis_has_one_order(capsys):
     assert plan.main(["1B", "8xh100", "--rank-orders", "--micro-batch-size 1 --zero-stage 1"]) == 0
     head, only, *_, last = capsys.readouterr().out.splitlines()

@@ -42,8 +42,6 @@ LAYOUTS = {
     "ZeRO 3 in a pipeline": (4, "--pipeline-model-parallel-size 2 --zero-stage 3 "
                                 "--overlap-param-gather --global-batch-size 16"),
 }  # fmt: skip
-IN_CI = ("1F1B",)
-
 
 SAME = ("findings", "launches", "activations")
 TIMES = ("step_seconds", "mfu", "bound_seconds")
@@ -60,10 +58,8 @@ def collectives(report):
     )
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [x if x in IN_CI else pytest.param(x, marks=pytest.mark.prove) for x in LAYOUTS],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_micro_batches_tell_of_all(rehearse, layout):
     world, flags = LAYOUTS[layout]
     few, every = rehearse(flags, world).report, rehearse(flags, world, every=True).report

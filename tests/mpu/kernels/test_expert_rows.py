@@ -96,7 +96,7 @@ def calls(dtype, tokens, k, width):
     expert_rows.combine_backward(rows, place, weights, dy, rows, weights)
 
 
-@pytest.mark.parametrize("major", [pytest.param(8, marks=pytest.mark.prove), 9, 10])
+@pytest.mark.parametrize("major", sampled([9, 8, 10], 3))
 @pytest.mark.parametrize("sizes", [(8192, 8, 2048), (8192, 2, 4096)], ids=["Qwen3", "Mixtral"])
 def test_compiles_and_spills_nothing(major, sizes, monkeypatch, tmp_path):
     for kernel, given in launches(lambda: calls(torch.bfloat16, *sizes), monkeypatch):

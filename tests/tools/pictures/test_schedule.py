@@ -137,6 +137,7 @@ def test_what_ran_is_drawn_like_what_was_planned(tmp_path):
     assert (tmp_path / "planned.svg").read_bytes() == (tmp_path / "ran.svg").read_bytes()
 
 
+@pytest.mark.prove
 def test_a_long_schedule_keeps_its_boxes_without_numbers_and_arrows(tmp_path):
     schedule = build("interleaved", 8, 16, 4)
     draw(timeline_of(schedule), schedule, tmp_path / "a.svg")

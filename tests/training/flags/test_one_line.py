@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from training.flags.flag_table import live_flags
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +33,7 @@ parse(["--help", "log"], 1)
 """
 
 
+@pytest.mark.prove
 def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
     assert "--log-lines" not in {flag.name for flag in live_flags().values()}
     for room in ("mpu", "model", "training", "tests"):

@@ -366,7 +366,8 @@ def test_a_state_that_says_not_where_to_go_on_is_passed_over(
     assert "step_00000005 is skipped" in output and f"state.json has no {lost}" in output
 
 
-@pytest.mark.parametrize("more", sampled(["", "--skip-train"], 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("more", ["", "--skip-train"])
 def test_a_folder_of_exports_is_not_a_run_to_resume(tmp_path: Path, capsys: Any, more: str) -> None:
     run(tmp_path, "--train-iters 2 --save {tmp}/saved --save-hf {tmp}/hf")
     capsys.readouterr()
