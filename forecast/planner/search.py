@@ -100,17 +100,20 @@ class Plans:
                 others.append(n)
             elif failures == LOOKED and not self.fits[n]:
                 continue
-            elif self.recorded(n).fits:
-                found.append(n)
-                self.progress.add()
+            elif self._takes(n, found):
                 yield self.recorded(n)
             else:
                 failures += 1
         for n in others[: LOOKED + top - len(found)]:
-            if len(found) < top and self.recorded(n).fits:
-                found.append(n)
-                self.progress.add()
+            if len(found) < top and self._takes(n, found):
                 yield self.recorded(n)
+
+    def _takes(self, n: int, found: list[int]) -> bool:
+        """Add a layout to those that are found, if it fits as it is recorded; return whether."""
+        if fits := self.recorded(n).fits:
+            found.append(n)
+            self.progress.add()
+        return fits
 
     def _has_advantage(self, n: int, over: int) -> bool:
         """Return whether a layout is simpler than another, or leaves clearly more memory."""
