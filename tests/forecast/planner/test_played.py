@@ -103,7 +103,9 @@ def test_a_worker_that_has_died_is_said() -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("only", ["--zero-stage 3", "ethernet", "zb-v", "Mixtral", "muon"])
+@pytest.mark.parametrize(
+    "only", ["--zero-stage 3", "ethernet", "zb-v", "Mixtral", "muon", "overlap ring --micro"]
+)
 def test_plan_and_rehearsal_have_the_same_seconds(only: str) -> None:
     (row,) = plan_clocks.compared(only)
     assert abs(float(row[2].rstrip("%"))) < 2, row
