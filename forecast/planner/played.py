@@ -116,17 +116,21 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     cut = [len(stages[n].layers) for n in own_stages(config, 0)]
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
-    # a second layer has its weights gathered under the first, or its activations sent away
-    under = p.zero >= 3 and p.pipeline_model_parallel_size == 1
-    few = 1 + (under or config.gpu.cpu_offload_activations)
-    small = p.pipeline_model_parallel_size == 1 and cut[0] <= few + 1
+    alone = p.pipeline_model_parallel_size == 1
+    # a second layer has its weights gathered under the first, or its activations sent away; sums of
+    # gradients show where they take longer than backwards, but not before the first are over, and
+    # not alike in every second layer
+    sums = alone and p.overlap_grad_reduce and p.data_parallel_size * p.context_parallel_size > 1
+    few = 1 + (sums or (alone and p.zero >= 3) or config.gpu.cpu_offload_activations)
+    more = few + 1 + sums
+    small = alone and cut[0] <= more
     # owners of matrices get matrices, not layers
     if small or not alike(config, provider) or needs_full_matrices(config):
         points = [Point(0, 0)]  # all of them
     elif block:
-        points = [Point(few, 1), Point(few + 1, 1), Point(few + 1, 2)]
+        points = [Point(few, 1), Point(more, 1), Point(more, 2)]
     else:
-        points = [Point(n, 0) for n in (few, few + 1)]
+        points = [Point(n, 0) for n in (few, more)]
     one = config.batch.micro_batch_size * p.data_parallel_size
     count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
     # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes
@@ -206,7 +210,7 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
     mean = sum(play.cut) / play.chunks
     of_stages = tuple(kind + SEPARATOR for kind in (STAGE, LAYERS))
     found = {name: at(name, mean) for name in names if not name.startswith(of_stages)}
-    step, exposed = found[STEP], of_kind(found, EXPOSED)
+    step, exposed = found[STEP], without_negatives(of_kind(found, EXPOSED))
     if ranks > 1:
         schedule = schedule_of(config, count)
         own = Own(*(
@@ -236,6 +240,17 @@ def of_kind(found: Numbers, kind: str) -> dict[str, float]:
     """Return the numbers of a kind by their own names."""
     return {name.partition(SEPARATOR)[2]: value for name, value in found.items()
             if name.startswith(kind + SEPARATOR)}  # fmt: skip
+
+
+def without_negatives(seconds: Numbers) -> dict[str, float]:
+    """Return parts of the same sum, none of them below 0: where few layers wait for one thing and
+    more layers wait for another instead, the first one's line falls, and the second one's is steep.
+    """
+    found = {name: max(0.0, value) for name, value in seconds.items()}
+    if over := sum(found.values()) - sum(seconds.values()):
+        most = max(found, key=lambda name: found[name])
+        found[most] -= over
+    return found
 
 
 def at_count(points: Sequence[Any], count: int) -> Numbers:

@@ -10,7 +10,15 @@ import pytest
 from benchmarks import plan_clocks
 from forecast.planner.cluster import read_cluster
 from forecast.planner.model import read_model
-from forecast.planner.played import Play, Point, Unplayable, Worker, composed, prepared
+from forecast.planner.played import (
+    Play,
+    Point,
+    Unplayable,
+    Worker,
+    composed,
+    prepared,
+    without_negatives,
+)
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.table import breakdown
 from forecast.rehearsal.clock import Timing
@@ -84,6 +92,12 @@ def test_layers_that_differ_are_recorded_with_all_of_them() -> None:
     assert prepared(muon.model, muon.cluster, muon.argv).points == [Point(0, 0)]
 
 
+def test_no_part_is_below_zero() -> None:
+    assert without_negatives({"dp": 5.0, "tp": 1.0, "host link": -2.0}) == {
+        "dp": 3.0, "tp": 1.0, "host link": 0.0,
+    }  # fmt: skip
+
+
 @pytest.mark.prove
 def test_a_record_that_fails_says_why(worker: Worker) -> None:
     run = run_of("--micro-batch-size 1 --global-batch-size 64")
@@ -104,7 +118,8 @@ def test_a_worker_that_has_died_is_said() -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "only", ["--zero-stage 3", "ethernet", "zb-v", "Mixtral", "muon", "overlap ring --micro"]
+    "only",
+    ["--zero-stage 3", "ethernet", "zb-v", "Mixtral", "muon", "overlap ring --micro", "Qwen3"],
 )
 def test_plan_and_rehearsal_have_the_same_seconds(only: str) -> None:
     (row,) = plan_clocks.compared(only)
