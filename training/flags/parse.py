@@ -80,12 +80,26 @@ def parse(
         made = replace(made, checkpoint=replace(made.checkpoint, save=None, save_hf=None))
     for word in argv if made.checkpoint.save else ():
         if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
-            raise UsageError(f"{word!a} is not UTF-8, in which a checkpoint keeps the command line")
+            _refuse_bytes(word)
     lines = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     lines += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
     lines += [*expert_rules.notes(made), *size_rules.mup_notes(made)]
     notes = list(dict.fromkeys(lines))
     return replace(made, notes=tuple(notes), given=names, command_line=tuple(argv))
+
+
+def _refuse_bytes(word: str) -> NoReturn:
+    """Raise UsageError for a word that JSON cannot hold: its bytes, or Python's reading of them."""
+    try:
+        read = word.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise UsageError(
+            f"{word!a} is not UTF-8, in which a checkpoint keeps the command line"
+        ) from None
+    raise UsageError(
+        f"{read!a} is UTF-8, in which a checkpoint keeps the command line, but Python reads it as "
+        f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1"
+    )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -570,3 +570,16 @@ def test_the_names_of_validation_sets():
         base=SMALL.replace("--mock-data", ""),
     )
     assert config.run.eval_interval == 5
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("caf\udce9", r"'caf\\udce9' is not UTF-8, in which a checkpoint keeps the command line$"),
+        ("caf\udcc3\udca9", r"'caf\\xe9' is UTF-8, .* Python reads it as .*: set PYTHONUTF8=1$"),
+    ],
+)
+def test_a_folder_whose_name_a_checkpoint_cannot_keep(word, says):
+    """As Python spells bytes of the command line that are not of its encoding, LC_ALL=C's ASCII."""
+    with pytest.raises(UsageError, match=says):
+        read(f"--save {word}")
