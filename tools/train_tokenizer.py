@@ -30,7 +30,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, integer
+from tools.command_line import Parser, error_line, integer, prefix
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing
 from training.data.shards import documents
@@ -199,7 +199,7 @@ def main() -> None:
         help=".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns",
     )
     parser.add_argument(
-        "--output-prefix", type=Path, required=True, help="of PREFIX.model", metavar="PREFIX"
+        "--output-prefix", type=prefix, required=True, help="of PREFIX.model", metavar="PREFIX"
     )
     parser.add_argument(
         "--vocab-size", type=integer(1, 1 << 24), default=2048, metavar="N", help="pieces, at most"
@@ -223,7 +223,7 @@ def main() -> None:
             for names, flag in ((args.input, "--input"), (args.check, "--check"))
         )
         texts = Texts(files, tuple(args.json_keys), args.lines, args.on_bad_document)
-        size = train(texts, args.output_prefix, args.vocab_size)
+        size = train(texts, Path(args.output_prefix), args.vocab_size)
         checked_texts = replace(texts, files=checked or files)
         ratio = check(Path(f"{args.output_prefix}.model"), checked_texts, bad)
     except (ValueError, OSError) as error:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tools import checkpoint, evaluate, explain, generate, plot_loss, preprocess_data
+from tools import (
+    build_corpus,
+    checkpoint,
+    evaluate,
+    explain,
+    generate,
+    plot_loss,
+    preprocess_data,
+    train_tokenizer,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 EACH = """
@@ -65,3 +74,32 @@ def test_each_tool_says_how_it_is_used_without_docstrings_too(tmp_path):
     assert end.returncode == 0, end.stderr
     assert (end.stdout + end.stderr).count("usage: ") == len(tools)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tool", [preprocess_data, train_tokenizer])
+@pytest.mark.parametrize("prefix", ["", "/", "data/", "..", "data/."])
+def test_a_prefix_without_a_name_is_refused(tool, prefix, capsys, monkeypatch):
+    """As that of an unset variable: its files would be hidden ones, or of the folder above."""
+    typed = ["--input", "a.txt", "--output-prefix", prefix]
+    more = ["--tokenizer-type", "NullTokenizer"] if tool is preprocess_data else []
+    monkeypatch.setattr("sys.argv", [tool.__name__, *typed, *more])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert f"--output-prefix: {prefix!r} must end in a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "tool, typed, flag",
+    [
+        (checkpoint, ["prune", "", "--keep-last-k", "1"], "RUN"),
+        (checkpoint, ["consolidate", "a", "--save", ""], "--save"),
+        (checkpoint, ["convert", "--to-hf=", "--load", "a"], "--to-hf"),
+        (build_corpus, ["--input", "a.txt", "--output-dir", ""], "--output-dir"),
+        (plot_loss, [""], "LOG"),
+    ],
+)
+def test_an_empty_path_is_not_the_folder_one_stands_in(tool, typed, flag, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [tool.__name__, *typed])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    assert end.value.code == 2 and f"argument {flag}: it is empty" in capsys.readouterr().err
