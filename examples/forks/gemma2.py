@@ -61,7 +61,10 @@ class Attention(llama.Attention):
         self.window, self.cap = config.sliding_window, config.attn_logit_softcapping
         if self.cap:
             if ctx.grid.cp.size > 1:
-                raise ValueError("--attn-logit-softcapping and --context-parallel-size above 1")
+                raise ValueError(
+                    f"--attn-logit-softcapping {self.cap} needs --context-parallel-size 1, not "
+                    f"{ctx.grid.cp.size}: its core attention takes whole sequences"
+                )
             self.core = recompute.selective(self.capped)
 
     def capped(
