@@ -206,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table:
             print(table(schedule))
     except (ValueError, OSError) as error:
-        print(error_line("draw_schedule.py", error), file=sys.stderr)
+        output = f"--all {args.all}" if args.all else f"--out {args.out}" if args.out else ""
+        print(error_line("draw_schedule.py", error, output), file=sys.stderr)
         return 2
     return 0
 

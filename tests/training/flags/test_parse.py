@@ -522,6 +522,8 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=f"--save {tmp_path}.* is not writable by this user"):
         read(f"--save {tmp_path}/out")
+    with pytest.raises(UsageError, match=f"--log-json {tmp_path}/a.jsonl: {tmp_path} is not writ"):
+        read(f"--log-json {tmp_path}/a.jsonl")
     read(f"--data-cache-path {tmp_path}")  # of a user who filled it
 
 
