@@ -214,8 +214,10 @@ def model_file_of(
         raise ValueError(f"it was trained with --model-file {named}: give that too")
     if kind in MISSING:
         raise ValueError(missing_in(kind))
-    fork = f"{FORKS}/{kind}.py" if str(kind).isidentifier() else ""
-    meant = f"--model-file {fork}" if (HERE.parent / fork).is_file() else "the fork's --model-file"
+    fork = f"{FORKS}/{kind.removesuffix('_text')}.py" if kind.isidentifier() else ""
+    meant = "the --model-file of a fork that computes it (docs/forking.md)"
+    if (HERE.parent / fork).is_file():
+        meant = f"--model-file {fork}"
     known = ", ".join(sorted({*stems, *FILES}))
     raise ValueError(f"config.json: model_type is {kind!r}, and Weft has {known}: give {meant}")
 
