@@ -21,13 +21,12 @@ import numpy.typing as npt
 
 import pretrain_llama
 from forecast.planner.cluster import Cluster, Level
-from forecast.planner.model import REST, Model
+from forecast.planner.model import REST, Model, read_flags
 from forecast.recording import record
 from forecast.rehearsal.links import ROUNDS, Links, Way, collective, message, spans
 from forecast.traffic import rows
 from mpu.grid import ORDER, Grid, Groups
 from mpu.launch import Launch
-from training.flags.parse import parse
 from training.run.model_profile import make_grid
 from training.run.text import aligned, in_units
 from training.settings.config import Config
@@ -218,7 +217,7 @@ def config_of(model: Model, cluster: Cluster, flags: str) -> Config:
     given = shlex.split(flags)
     dtype = [] if {"--bf16", "--fp64"} & set(given) else ["--bf16"]
     rest = [word for word in REST.split() if word != "--bf16"]
-    return parse([*model.flags, *rest, *dtype, *given], cluster.gpus)
+    return read_flags([*model.flags, *rest, *dtype, *given], cluster.gpus)
 
 
 def orders(config: Config, cluster: Cluster) -> list[Choice]:

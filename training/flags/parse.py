@@ -52,7 +52,8 @@ def parse(
     """Return the Config of a run over `world_size` ranks; argv None is this program's own.
 
     `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
-    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. stage: the number of the
+    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args, which is refused without
+    it. stage: the number of the
     one of --data-stages whose settings are asked for; left out, where the checkpoint is. Raises
     UsageError naming the flag, its value and the rule; `--help` prints and exits.
     """
@@ -66,7 +67,9 @@ def parse(
     except ValueError as error:
         raise UsageError(str(error)) from None
     if "--use-checkpoint-args" in given:
-        assert of_checkpoint is not None
+        if of_checkpoint is None:
+            rule = "give the model's sizes: no checkpoint is read here"
+            raise UsageError(f"--use-checkpoint-args: {rule}")
         given, values = model_sizes.from_checkpoint(given, of_checkpoint, notes, values, typed)
     own = tuple(sorted(values.items()))
     if "--use-checkpoint-opt-param-scheduler" in given:
