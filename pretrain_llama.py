@@ -46,6 +46,7 @@ from torch import Tensor
 
 from model.llama import Llama
 from model.load import (
+    blame_forward,
     blaming_file,
     config_of,
     digest,
@@ -60,6 +61,7 @@ from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
+from mpu.meta_tensors import META
 from mpu.mup import Widths
 from mpu.optim.optimizer import Optimizer
 from mpu.param import name_groups
@@ -259,6 +261,8 @@ def model_provider(
     as_configured(config, model, ctx)
     with blaming_file(file):
         name_groups(model, file.parameter_group)
+    if ctx.device == META:
+        blame_forward(file, model)
     if config.optimizer.param_group:
         param_groups.apply(assigned(config), model, file.hf_names(model))
     return model

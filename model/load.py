@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any, Protocol
 
 from torch import nn
 
 from model.llama import Llama, LlamaConfig
+from mpu.meta_tensors import meta_hint
 from mpu.mup import MuP, Widths
 from mpu.param import GROUPS
 
@@ -85,6 +87,10 @@ class ModelFile(Protocol):
         """Return a parameter's group, one of mpu.param.GROUPS."""
 
 
+class ModelFileError(ValueError):
+    """A model's file failed; the message names it, and `__cause__` is the error."""
+
+
 @cache
 def load_model_file(path: str) -> ModelFile:
     """Import a model's file: a path, which may also be relative to the folder above this one.
@@ -107,8 +113,8 @@ def load_model_file(path: str) -> ModelFile:
 
 @contextmanager
 def blaming(path: str, at: Path) -> Iterator[None]:
-    """Raise ValueError that names --model-file `path`, the function of it and the line, where the
-    block fails. at: the file itself.
+    """Raise ModelFileError that names --model-file `path`, the function of it and the line, where
+    the block fails. at: the file itself.
     """
     try:
         yield
@@ -122,7 +128,8 @@ def blaming(path: str, at: Path) -> Iterator[None]:
         where = "" if function in ("", "module") else f"{function}, "
         where += f"line {line}: " if line else ""
         known = "" if type(error).__name__ in KNOWN else f"{type(error).__name__}: "
-        raise ValueError(f"--model-file {path}: {where}{known}{error}") from error
+        text = f"--model-file {path}: {where}{known}{error}{meta_hint(error)}"
+        raise ModelFileError(text) from error
 
 
 def blaming_file(file: ModelFile) -> AbstractContextManager[None]:
@@ -130,6 +137,27 @@ def blaming_file(file: ModelFile) -> AbstractContextManager[None]:
     at = Path(file.__file__).resolve()
     inside = at.is_relative_to(HERE.parent)
     return blaming(str(at.relative_to(HERE.parent) if inside else at), at)
+
+
+def blame_forward(file: ModelFile, model: Llama) -> None:
+    """Let the model's forward name the line of its file that fails, as lines do that need values on
+    meta tensors. An error that is a sentence already, or of another file, stays.
+    """
+    forward, at = model.forward, Path(file.__file__).resolve()
+
+    def blamed(*args: Any, **options: Any) -> Any:
+        try:
+            return forward(*args, **options)
+        except ValueError:
+            raise
+        except Exception as error:
+            frames = walk_tb(error.__traceback__)
+            if at.parent == HERE or not any(f.f_code.co_filename == str(at) for f, _ in frames):
+                raise
+            with blaming_file(file):
+                raise
+
+    model.forward = blamed  # type: ignore[method-assign]
 
 
 def _import(at: Path) -> ModuleType:
@@ -186,8 +214,10 @@ def model_file_of(
         raise ValueError(f"it was trained with --model-file {named}: give that too")
     if kind in MISSING:
         raise ValueError(missing_in(kind))
-    fork = f"{FORKS}/{kind}.py" if str(kind).isidentifier() else ""
-    meant = f"--model-file {fork}" if (HERE.parent / fork).is_file() else "the fork's --model-file"
+    fork = f"{FORKS}/{kind.removesuffix('_text')}.py" if kind.isidentifier() else ""
+    meant = "the --model-file of a fork that computes it (docs/forking.md)"
+    if (HERE.parent / fork).is_file():
+        meant = f"--model-file {fork}"
     known = ", ".join(sorted({*stems, *FILES}))
     raise ValueError(f"config.json: model_type is {kind!r}, and Weft has {known}: give {meant}")
 

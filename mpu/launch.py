@@ -18,6 +18,7 @@ from typing import NamedTuple
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+MOST_PORT = 65535
 
 # What lets torch or a library compute a product of fp32 in less, and the value by which it does
 # not. Images set the first (NVIDIA's) and the last (AWS's for Graviton).
@@ -110,9 +111,10 @@ class Rendezvous:
     def from_env(cls) -> "Rendezvous":
         """Read the environment. Raises ValueError, and OSError for WEFT_SECRET_FILE."""
         e, port = os.environ, os.environ.get("MASTER_PORT", "")
+        digits = port.isascii() and port.isdigit() and len(port) < 10
         return cls(
             e.get("MASTER_ADDR", ""),
-            int(port) if port.isascii() and port.isdigit() else 0,  # check_rendezvous reports it
+            int(port) if digits and int(port) <= MOST_PORT else 0,  # check_rendezvous reports it
             e.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE")),
         )
@@ -175,8 +177,8 @@ class Launch:
             if not os.environ.get(name)
         ]
         if not missing:
-            if not 0 < _number("MASTER_PORT") < 65536:
-                raise ValueError(f"MASTER_PORT is {self.point.port}: it must be 1 to 65535")
+            if not 0 < (port := _number("MASTER_PORT")) <= MOST_PORT:
+                raise ValueError(f"MASTER_PORT is {port}: it must be 1 to {MOST_PORT}")
             return
         if not self.launcher:
             raise ValueError(

@@ -115,15 +115,16 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             dtype = kwargs.get("dtype") or torch.long
             return torch.empty(len(range(*args)), dtype=dtype, device=META)
         return UNKNOWN
-    if kind == "stack" and first[0].is_meta:
-        shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
-        shape.insert(dim % (len(shape) + 1), len(first))
-        return torch.empty(shape, dtype=_common(first), device=META)
     if kind in ("cat", "stack"):
-        if not first[0].is_meta:
-            return UNKNOWN
         shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
-        shape[dim] = sum(part.shape[dim] for part in first)
+        dim %= max(len(shape), 1) if kind == "cat" else len(shape) + 1
+        alike = {part.shape[:dim] + part.shape[dim + (kind == "cat") :] for part in first}
+        if not first[0].is_meta or len(alike) > 1:
+            return UNKNOWN
+        if kind == "stack":
+            shape.insert(dim, len(first))
+        else:
+            shape[dim] = sum(part.shape[dim] for part in first)
         return torch.empty(shape, dtype=_common(first), device=META)
     if not (isinstance(first, Tensor) and first.is_meta):
         return UNKNOWN
@@ -160,6 +161,8 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in PRODUCTS:
             return UNKNOWN
         x, y = args[PRODUCTS[func] :][:2]
+        if (*x.shape[:-2], x.shape[-1]) != y.shape[:-1] or not y.is_meta:
+            return UNKNOWN
         return _new(x, (*x.shape[:-1], y.shape[-1]))
     if kind in ("new_empty", "new_full", "new_zeros"):
         device = kwargs.get("device")
@@ -224,8 +227,11 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def _broadcast(tensors: list[Tensor]) -> torch.Size:
-    """Return the shape that the tensors have together."""
-    sizes = zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)
+    """Return the shape that the tensors have together. Raises RuntimeError where they have none."""
+    sizes = list(zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1))
+    if any(len({*some} - {1}) > 1 for some in sizes):
+        shapes = " and ".join(str(list(t.shape)) for t in tensors)
+        raise RuntimeError(f"the shapes {shapes} do not fit together")
     return torch.Size([next((n for n in some if n != 1), 1) for some in sizes][::-1])
 
 

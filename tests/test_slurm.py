@@ -101,6 +101,7 @@ def test_nonsense_of_a_launcher_is_one_sentence(environment, variables, says):
         (TASK, "srun starts 10 ranks but MASTER_ADDR is not set: export it before srun"),
         (TASK | {"MASTER_ADDR": "n1", "MASTER_PORT": ""}, "srun starts 10 ranks but MASTER_PORT"),
         (TASK | {"MASTER_ADDR": "n1", "MASTER_PORT": "x"}, "MASTER_PORT in the environment is 'x'"),
+        (TASK | {"MASTER_ADDR": "n1", "MASTER_PORT": "70000"}, "MASTER_PORT is 70000: it must"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set: start with torchrun or srun"),
         (TASK | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, ""),
         (INTERACTIVE, ""),

@@ -322,8 +322,7 @@ def texts_onto_anothers(rng: random.Random, folder: Path) -> Case:
         source: Words = [out / name] if way < 2 and rng.random() < 0.5 else [text]
         words: Words = ["tools/build_corpus.py", "--input", *source, "--output-dir", out]
     elif way == 3:
-        name = rng.choice(["tokenizer.model", "tokenizer.vocab"])
-        notes(out / name, "\n\x0e\n\x05<unk> of a person")
+        notes(out / "tokenizer.model", "\n\x0e\n\x05<unk> of a person")
         words = ["tools/train_tokenizer.py", "--input", text, "--vocab-size", "400"]
         words += ["--output-prefix", out / "tokenizer"]
     else:

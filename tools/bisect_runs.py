@@ -84,7 +84,7 @@ def count(text: str) -> int:
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False,
         epilog="docs/bisect.md has three worked cases.",
     )  # fmt: skip
     add = parser.add_argument

@@ -3,9 +3,11 @@
 
 import argparse
 import difflib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
@@ -33,7 +35,13 @@ OTHER_NAMES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Print mistakes without obeying what they quote, such as escape codes for the terminal."""
+    """Print mistakes without obeying what they quote, such as escape codes for the terminal; refuse
+    an empty Path, which would be the folder one stands in.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -136,6 +144,20 @@ def number(low: float) -> Callable[[str], float]:
 
     read.__name__ = "number"
     return read
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
+    return Path(text)
+
+
+def prefix(text: str) -> str:
+    """An argparse type for what the names of written files begin with."""
+    if os.path.basename(text) in ("", ".", ".."):
+        rule = "must end in a name: those of the files begin with it"
+        raise argparse.ArgumentTypeError(f"{text!r} {rule}")
+    return text
 
 
 def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:

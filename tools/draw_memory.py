@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from tools.pictures.style import GRID, INK, PALETTE, QUIET, RULE, axes_at, page
 from training.files.untrusted import parse_json, sentence
 
+USAGE = "usage: pretrain_llama.py --dry-run --memory-picture FILE FLAG...; it starts this itself"
 # from the bottom, that is from what is there all the time: what --dry-run prints of each
 GROUPS = {
     "weights": ("parameters", "gathered weights", "weights in float8"),
@@ -95,8 +96,8 @@ def _name_actions(axes: Any, names: list[str], turned: bool) -> None:
 
 def main() -> int:
     """Read the record, draw it; return the exit status."""
-    if len(sys.argv) != 2:
-        print((__doc__ or "").strip(), file=sys.stderr)
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(USAGE, file=sys.stderr)
         return 2
     try:
         draw(Path(sys.argv[1]), parse_json(sys.stdin.read(), "standard input"))

@@ -206,13 +206,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table:
             print(table(schedule))
     except (ValueError, OSError) as error:
-        print(error_line("draw_schedule.py", error), file=sys.stderr)
+        output = f"--all {args.all}" if args.all else f"--out {args.out}" if args.out else ""
+        print(error_line("draw_schedule.py", error, output), file=sys.stderr)
         return 2
     return 0
 
 
 def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
     what.add_argument("--all", type=Path, metavar="DIR", help="draw each of them into DIR")

@@ -130,7 +130,9 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's arguments, and those after `--`: flags of the run."""
     at = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], allow_abbrev=False, usage="%(prog)s [...] [-- FLAGS]"
+        description=(__doc__ or "").split("\n\n")[0],
+        allow_abbrev=False,
+        usage="%(prog)s [...] [-- FLAGS]",
     )
     add = parser.add_argument
     add("--model", metavar="FILE", help="the model's file, as --model-file names it")

@@ -260,7 +260,7 @@ def threads_for(parameters: int, cores: int) -> int:
 
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     """Read the flags."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="where checkpoints were saved")
     add("--prompt", default="", help="text to continue; default: begin a document")

@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
+from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of, prefix
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -413,7 +413,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT)
-    add("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended to it")
+    add(
+        "--output-prefix", required=True, type=prefix, metavar="PREFIX",
+        help="_KEY_document is appended to it",
+    )  # fmt: skip
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)")
     add("--loss-on", nargs="+", default=[], metavar="KEY", help=LOSS_ON)
     add_tokenizer(parser)

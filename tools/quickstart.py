@@ -324,7 +324,8 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
 
 def main() -> None:
     """Train, and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    about = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--tp", type=int, choices=TP, help="TP ranks: 2, or 1 with --pp")
     parser.add_argument("--pp", type=int, choices=PP, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")

@@ -56,6 +56,8 @@ def load(path: str) -> ModuleType:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit("usage: pretrain_llama.py --rehearse FLAG...; it starts tools/rehearse.py itself")
     code = main(sys.argv[1], sys.argv[2:])
     sys.stdout.flush()
     os._exit(code)  # threads of the trainer may still wait

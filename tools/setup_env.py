@@ -338,6 +338,8 @@ def prepare(chosen: bool) -> None:
 
 def main() -> None:
     """Prepare .venv and the native library; print a failure as one sentence, with exit status 1."""
+    if sys.argv[1:] not in ([], ["--chosen"]):
+        sys.exit("usage: make setup [PYTHON=/path/to/python3]; it starts tools/setup_env.py itself")
     try:
         prepare(chosen="--chosen" in sys.argv[1:])
     except SetupError as error:

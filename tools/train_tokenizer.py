@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 
@@ -29,12 +30,13 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, integer
+from tools.command_line import Parser, error_line, integer, prefix
 from training.data.bad_documents import POLICIES, BadDocuments
+from training.data.files import replacing
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
 from training.data.token_texts import SPACE
-from training.files.owned import begins, refuse
+from training.files.owned import refuse
 from training.files.untrusted import read_plain
 from training.run.waiting import Progress, waiting
 
@@ -81,21 +83,26 @@ def lines(
 
 
 def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000) -> int:
-    """Write {prefix}.model and {prefix}.vocab; return the vocabulary's size.
+    """Write {prefix}.model; return the vocabulary's size.
 
     A text too small for vocab_size pieces gets as many as it can fill. Where it has more characters
     than that, the rarest are made of single bytes. Raises ValueError for a vocabulary that is too
     small, and for a document that cannot be read, as Texts.on_bad_document says.
     """
-    own = "a tokenizer of this command"
-    refuse("--output-prefix", f"{prefix}.model", is_ours, own)
-    refuse("--output-prefix", f"{prefix}.vocab", begins(b"<unk>\t0\n"), own)
+    model = f"{prefix}.model"
+    refuse("--output-prefix", model, is_ours, "a tokenizer of this command")
     prefix.parent.mkdir(parents=True, exist_ok=True)
+    learned = BytesIO()
     with waiting("learning pieces") as progress:
-        return _learn(texts, prefix, vocab_size, limit, progress)
+        size = _learn(texts, learned, vocab_size, limit, progress)
+    with replacing(model, is_ours) as file:
+        file.write(learned.getvalue())
+    return size
 
 
-def _learn(texts: Texts, prefix: Path, vocab_size: int, limit: int, progress: Progress) -> int:
+def _learn(
+    texts: Texts, learned: BytesIO, vocab_size: int, limit: int, progress: Progress
+) -> int:
     hashes: set[str] | None = None
     refused: list[ValueError] = []  # SentencePiece wraps what its iterator raises
 
@@ -111,7 +118,7 @@ def _learn(texts: Texts, prefix: Path, vocab_size: int, limit: int, progress: Pr
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=sentences(),
-                model_prefix=str(prefix),
+                model_writer=learned,
                 model_type="bpe",
                 vocab_size=vocab_size,
                 normalization_rule_name="identity",
@@ -170,7 +177,7 @@ def is_ours(model: Path) -> bool:
 
 def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
     """Return the texts' characters a token. Raises ValueError if a text does not come back."""
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
     characters = tokens = 0
     with waiting("checking pieces") as progress:
         for number, document in enumerate(texts.read(progress, bad), 1):
@@ -183,7 +190,7 @@ def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
 
 def main() -> None:
     """Train, check, and print the results."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -192,7 +199,7 @@ def main() -> None:
         help=".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns",
     )
     parser.add_argument(
-        "--output-prefix", type=Path, required=True, help="of PREFIX.model", metavar="PREFIX"
+        "--output-prefix", type=prefix, required=True, help="of PREFIX.model", metavar="PREFIX"
     )
     parser.add_argument(
         "--vocab-size", type=integer(1, 1 << 24), default=2048, metavar="N", help="pieces, at most"
@@ -216,14 +223,16 @@ def main() -> None:
             for names, flag in ((args.input, "--input"), (args.check, "--check"))
         )
         texts = Texts(files, tuple(args.json_keys), args.lines, args.on_bad_document)
-        size = train(texts, args.output_prefix, args.vocab_size)
+        size = train(texts, Path(args.output_prefix), args.vocab_size)
         checked_texts = replace(texts, files=checked or files)
         ratio = check(Path(f"{args.output_prefix}.model"), checked_texts, bad)
     except (ValueError, OSError) as error:
-        sys.exit(error_line("train_tokenizer.py", error))
-    print(
-        f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
-    )
+        output = f"--output-prefix {args.output_prefix}"
+        sys.exit(error_line("train_tokenizer.py", error, output))
+    few = f" (--vocab-size {args.vocab_size}, but the text fills no more)"
+    few *= size < args.vocab_size
+    found = f"{size} pieces{few}, {ratio:.2f} characters a token"
+    print(f"tokenizer: {found}, every text given back exactly")
     for line in filter(None, (*said, bad.line())):
         print(line)
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from model import llama
+from model.huggingface import filled
 from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config
 from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -39,6 +40,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
+    hf = filled(hf, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})
     return read_hf_config(hf, "arcee", rules={"hidden_act": lambda v: v == "relu2"})
 
 

@@ -98,7 +98,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    hf = filled(hf, {"rope_theta": 500000.0, "rms_norm_eps": 1e-5})
+    hf = filled(hf, {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 5})
     return read_hf_config(hf, "bitnet", rules={"hidden_act": lambda v: v == "relu2"})
 
 

@@ -56,9 +56,9 @@ V2 = dict(
     norm_topk_prob=False, rms_norm_eps=1e-6, routed_scaling_factor=1.0, topk_group=None,
 )  # fmt: skip
 V3 = dict(
-    first_k_dense_replace=3, moe_intermediate_size=2048, n_group=8, n_routed_experts=256,
-    n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, rms_norm_eps=1e-6,
-    routed_scaling_factor=2.5, topk_group=4,
+    first_k_dense_replace=3, max_position_embeddings=4096, moe_intermediate_size=2048, n_group=8,
+    n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+    rms_norm_eps=1e-6, routed_scaling_factor=2.5, topk_group=4,
 )  # fmt: skip
 
 

@@ -20,12 +20,17 @@ from torch import Tensor
 
 import mpu.layers.fused as fused
 from model import llama
+from model.huggingface import filled
 from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
 from mpu.context import LayerContext
 from mpu.layers.fused import apply_rope
 from mpu.recompute import Recompute
 
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+DEFAULTS = {
+    "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
 OWN = {  # fields of the config and what a config.json means that does not have them; 0: none
     "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": 50.0,
@@ -56,7 +61,10 @@ class Attention(llama.Attention):
         self.window, self.cap = config.sliding_window, config.attn_logit_softcapping
         if self.cap:
             if ctx.grid.cp.size > 1:
-                raise ValueError("--attn-logit-softcapping and --context-parallel-size above 1")
+                raise ValueError(
+                    f"--attn-logit-softcapping {self.cap} needs --context-parallel-size 1, not "
+                    f"{ctx.grid.cp.size}: its core attention takes whole sequences"
+                )
             self.core = recompute.selective(self.capped)
 
     def capped(
@@ -153,7 +161,7 @@ def from_hf_config(hf: dict[str, Any]) -> Gemma2Config:
         "use_bidirectional_attention": lambda v: not v,
     }
     own = {name: hf.get(name, default) or 0 for name, default in OWN.items()}
-    hf = {"tie_word_embeddings": True, "head_dim": 256, **hf}
+    hf = filled(hf, DEFAULTS)
     return read_hf_config(hf, "gemma2", Gemma2Config, rules, **own)
 
 

@@ -27,6 +27,10 @@ from mpu.param import Region
 from mpu.recompute import Recompute
 
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+DEFAULTS = {
+    "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4,
+    "max_position_embeddings": 131072, "rope_theta": 1e6,
+}  # fmt: skip
 OWN = {  # fields of the config, as config.json has them, and what one means that has none
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -148,7 +152,7 @@ def from_hf_config(hf: dict[str, Any]) -> Gemma3Config:
     if FULL in rope:  # as transformers 5 writes it
         local, rope = rope["sliding_attention"], rope[FULL]
         hf = {**hf, "rope_parameters": rope, "rope_local_base_freq": local["rope_theta"]}
-    hf = filled(hf, {**OWN, "rope_theta": 1e6, "tie_word_embeddings": True, "head_dim": 256})
+    hf = filled(hf, DEFAULTS | OWN)
     layers = hf["num_hidden_layers"]
     if listed := hf.get("layer_types"):
         fits = [n for n in range(1, layers + 2) if kinds(layers, n) == listed]

@@ -23,6 +23,10 @@ from mpu.layers.fused import RMSNorm
 from mpu.recompute import Recompute
 
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+DEFAULTS = {
+    "attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def hf_config(config: Glm4Config, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> Glm4Config:
-    hf = filled(hf, {"attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128})
+    hf = filled(hf, DEFAULTS)
     rules = {"attention_bias": lambda v: True, "partial_rotary_factor": lambda v: True}
     own = {
         "rotary_factor": read_rope(hf).get("partial_rotary_factor", 0.5),

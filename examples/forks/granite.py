@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from model import llama
+from model.huggingface import filled
 from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
 from mpu.context import LayerContext
 from mpu.recompute import Recompute
@@ -62,7 +63,7 @@ def hf_config(config: GraniteConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> GraniteConfig:
-    hf = {**dict.fromkeys(FLAGS.values(), 1.0), **hf}
+    hf = filled(hf, dict.fromkeys(FLAGS.values(), 1.0))
     residual = hf["residual_multiplier"]
     return read_hf_config(hf, "granite", GraniteConfig, residual_multiplier=residual)
 

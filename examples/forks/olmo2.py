@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from model import llama
+from model.huggingface import filled
 from model.llama import (
     Cache,
     LlamaConfig,
@@ -101,7 +102,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    return read_hf_config({"rms_norm_eps": 1e-5, **hf}, "olmo2")
+    return read_hf_config(filled(hf, {"rms_norm_eps": 1e-5}), "olmo2")
 
 
 Model, ModelConfig = Olmo2, LlamaConfig

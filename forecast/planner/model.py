@@ -2,29 +2,24 @@
 """Name a model: by its size, by the config.json of Hugging Face, or by flags, a fork's too."""
 
 import shlex
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pretrain_llama
-from model.huggingface import read_rope
 from model.llama import SIZES
-from model.moe import from_hf_config
+from model.load import of_checkpoint, own_flags
 from training.files.untrusted import read_json
 from training.flags.flag_table import live_flags
-from training.flags.parse import parse
+from training.flags.model_sizes import flags_of
+from training.flags.parse import model_file, parse
 from training.run.model_profile import model_profile
 from training.settings.config import Config
 
 LLAMA = {  # names of model.llama.SIZES
     "1B": "llama3.2-1b", "3B": "llama3.2-3b", "7B": "llama2-7b", "8B": "llama3-8b",
     "13B": "llama2-13b", "70B": "llama3-70b", "405B": "llama3.1-405b",
-}  # fmt: skip
-HUGGING_FACE = {  # pretrain_llama.py's flag of each key
-    "num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
-    "intermediate_size": "--ffn-hidden-size", "num_attention_heads": "--num-attention-heads",
-    "vocab_size": "--vocab-size", "rope_theta": "--rotary-base",
 }  # fmt: skip
 REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what parsing requires besides a plan
 MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, their width, channels
@@ -34,6 +29,7 @@ MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, the
     "QWEN3-235B-A22B": ((94, 4096, 12288, 64, 4, 151936), (128, 8, 1536), 128, 1000000),
 }
 ALIASES = {"MIXTRAL": "MIXTRAL-8X7B", "QWEN3-30B": "QWEN3-30B-A3B", "QWEN3-235B": "QWEN3-235B-A22B"}
+IMPLIED = ("model/llama.py", "model/moe.py")  # files that need no --model-file
 FEW = 1  # layers of a model whose parts are costed
 
 
@@ -75,13 +71,17 @@ MIXED = (
     "its layers with experts stand among dense ones, and the search takes layers as alike; "
     "--dry-run shows what a layout of yours stores and sends"
 )
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
+
+
+def read_flags(argv: Sequence[str], world: int) -> Config:
+    """Return the Config of flags, a fork's own among them. Raises UsageError."""
+    return parse(argv, world, own_flags(model_file(argv)))
 
 
 def on_cpu(model: Model) -> Model:
     """Return the model as it is run on CPU ranks."""
     words = (*model.flags, "--device", "cpu")
-    return replace(model, flags=words, config=parse([*words, *REST.split()], 1))
+    return replace(model, flags=words, config=read_flags([*words, *REST.split()], 1))
 
 
 def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
@@ -101,7 +101,7 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
         flags = last_of_each([*flags, "--optimizer", optimizer])
     if "--seq-length" not in flags:
         flags = [*flags, "--seq-length", str(sequence)]
-    config = parse([*flags, *REST.split()], 1)
+    config = read_flags([*flags, *REST.split()], 1)
     every = (1, (1,) * config.model.num_layers)
     if config.moe.experts and config.moe.moe_layer_freq not in every:
         raise ModelError(f"{name}: {MIXED}")
@@ -122,29 +122,32 @@ def _llama(name: str) -> list[str]:
 
 
 def _hugging_face(path: Path) -> list[str]:
+    """Return the flags of a config.json's model, of one of Weft's own files."""
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join([*LLAMA, *MIXTURES])
         raise ModelError(f"{path}: not a file, flags in quotes, or a known model ({known})")
     content = read_json(path, limit=1 << 20, foreign=True)
-    flags: list[str] = []
-    if isinstance(content, dict):
-        with suppress(ValueError):  # positions of any kind cost the same
-            content["rope_theta"] = read_rope(content)["rope_theta"]
-    if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):
-        flags = _experts_of(path, content)
-    for key, flag in HUGGING_FACE.items():
-        if not isinstance(content, dict) or not isinstance(content.get(key), int | float):
-            raise ModelError(f"{path}: {key} is missing, or no number")
-        flags += [flag, f"{content[key]:g}" if key == "rope_theta" else str(content[key])]
-    groups = content.get("num_key_value_heads", content["num_attention_heads"])
-    if groups != content["num_attention_heads"]:
-        flags += ["--group-query-attention", "--num-query-groups", str(groups)]
-    if not content.get("tie_word_embeddings", False):
-        flags.append("--untie-embeddings-and-output-weights")
-    if content.get("head_dim"):
-        flags += ["--kv-channels", str(content["head_dim"])]
-    return flags
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: it is no JSON object")
+    try:
+        file, sizes = of_checkpoint(content)
+        found = flags_of(sizes)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    del found["--max-position-embeddings"]  # a plan may be of longer sequences
+    if not isinstance(found.get("--moe-layer-freq", 1), int):
+        raise ModelError(f"{path}: {MIXED}")
+    words = [] if file in IMPLIED else ["--model-file", file]
+    for flag, value in found.items():
+        words += [flag] if value is True else [flag, _text(value)]
+    return words
+
+
+def _text(value: Any) -> str:
+    """Return a flag's value; a number without digits that say nothing."""
+    short = f"{value:g}" if type(value) is float else str(value)
+    return short if type(value) is not float or float(short) == value else repr(value)
 
 
 def _mixture(name: str) -> list[str]:
@@ -155,21 +158,6 @@ def _mixture(name: str) -> list[str]:
         --untie-embeddings-and-output-weights --num-experts {experts} --moe-router-topk {topk}
         --moe-ffn-hidden-size {width}"""
     return [*flags.split(), *["--qk-layernorm"] * name.startswith("QWEN3")]
-
-
-def _experts_of(path: Path, content: dict[str, Any]) -> list[str]:
-    """Return the flags of a Mixtral's or a Qwen3-MoE's experts, as model/moe.py reads them."""
-    try:
-        found = from_hf_config({"model_type": "", **content})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if found.moe_layer_freq != 1:
-        raise ModelError(f"{path}: {MIXED}")
-    flags = ["--num-experts", str(found.num_experts)]
-    flags += ["--moe-router-topk", str(found.moe_router_topk)]
-    flags += ["--moe-ffn-hidden-size", str(found.expert_ffn)]
-    flags += ["--moe-router-pre-softmax"] * found.moe_router_pre_softmax
-    return flags + ["--qk-layernorm"] * found.qk_layernorm
 
 
 def last_of_each(argv: list[str]) -> list[str]:

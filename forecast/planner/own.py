@@ -5,10 +5,9 @@ import shlex
 from dataclasses import fields, replace
 
 from forecast.planner.cluster import Cluster
-from forecast.planner.model import REST, Model, last_of_each
+from forecast.planner.model import REST, Model, last_of_each, read_flags
 from forecast.planner.search import PlanError
 from mpu.layers.float8.rows import RECIPES
-from training.flags.parse import parse
 from training.settings.config import Config
 
 OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ: same layers
@@ -22,7 +21,7 @@ def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Con
     words = shlex.split(flags)
     if batch and not any(word.startswith("--global-batch-size") for word in words):
         words += ["--global-batch-size", str(batch)]
-    config = parse([*model.flags, *REST.split(), *words], cluster.gpus)
+    config = read_flags([*model.flags, *REST.split(), *words], cluster.gpus)
     other = [
         f"--{field.name.replace('_', '-')}" for field in fields(config.model)
         if field.name not in OF_MODEL
@@ -53,4 +52,4 @@ def with_optimizer(model: Model, flags: str) -> Model:
     if not added:
         return model
     words = last_of_each([*model.flags, *added])
-    return replace(model, flags=tuple(words), config=parse([*words, *REST.split()], 1))
+    return replace(model, flags=tuple(words), config=read_flags([*words, *REST.split()], 1))

@@ -19,7 +19,7 @@ import pretrain_llama
 from forecast.device_file import Device
 from forecast.like_ranks import alike
 from forecast.planner.cluster import Cluster
-from forecast.planner.model import Model, last_of_each
+from forecast.planner.model import Model, last_of_each, read_flags
 from forecast.planner.rank_bytes import bucket_size
 from forecast.rehearsal.clock import Timing
 from forecast.rehearsal.few_layers import (
@@ -36,7 +36,6 @@ from forecast.rehearsal.few_layers import (
 )
 from forecast.rehearsal.pipeline_clock import Own, stage_seconds, through
 from forecast.rehearsal.run import few_of
-from training.flags.parse import parse
 from training.run.model_profile import model_profile
 from training.run.pipeline_stages import costs, rank_stages, stages_of
 from training.settings.config import Config
@@ -110,7 +109,7 @@ class Play(NamedTuple):
 
 def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     """Return how a run of a model is to be played. argv: its flags."""
-    config, device = parse(list(argv), cluster.gpus), cluster.links()
+    config, device = read_flags(list(argv), cluster.gpus), cluster.links()
     provider, p = pretrain_llama.model_provider, config.parallel
     stages = stages_of(config, provider)
     cut = [len(stages[n].layers) for n in own_stages(config, 0)]

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from forecast.planner.cluster import Cluster
-from forecast.planner.model import REST, Model, last_of_each
+from forecast.planner.model import REST, Model, last_of_each, read_flags
 from forecast.planner.played import Play, Worker, composed, prepared
 from forecast.planner.rank_bytes import Exact, Kinds, exactly
 from forecast.rehearsal.clock import Timing
-from training.flags.parse import parse
 from training.run.waiting import Progress
 from training.settings.config import Config
 
@@ -41,7 +40,7 @@ class Recorded:
     @cached_property
     def config(self) -> Config:
         """Return the run's config. Raises UsageError."""
-        return parse(self.argv, self.cluster.gpus)
+        return read_flags(self.argv, self.cluster.gpus)
 
     @cached_property
     def ranks(self) -> list[Exact]:

@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import pretrain_llama
-from forecast.planner.model import REST, last_of_each
+from forecast.planner.model import REST, last_of_each, read_flags
 from forecast.recording import LOGITS, WEIGHT_ROWS, Recording, record
 from mpu.pipeline.schedules import Action
-from training.flags.parse import parse
 from training.settings.config import Config
 
 LAYOUT = "Et|t|tt|tL"
@@ -52,7 +51,7 @@ def unit_config(
     if ep:
         argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
         argv += ["--moe-token-dispatcher-type", dispatcher]
-    return parse(last_of_each(argv), 4 * tp * dp)
+    return read_flags(last_of_each(argv), 4 * tp * dp)
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ over, or refused by its field.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from model import llama, moe, qwen2, qwen3
-from model.load import model_file_of, of_checkpoint, read_sizes
+from model.load import load_model_file, model_file_of, of_checkpoint, read_sizes
 from tests.model.rope_spellings import SIZES, TYPES, whole
 from tests.sampling import sampled
 from tools.forks.huggingface import compare
@@ -213,3 +214,42 @@ def test_a_flag_may_spell_a_value_otherwise_than_the_checkpoint(
 
 def test_the_types_that_are_compared_are_those_that_are_read() -> None:
     assert TYPES.keys() == FILES.keys()
+
+
+FORKS = {  # model_type: a worked fork
+    **{kind: kind for kind in ("arcee", "bitnet", "gemma2", "glm4", "olmo2", "phi", "phi3")},
+    "gemma3_text": "gemma3", "deepseek_v2": "deepseek", "deepseek_v3": "deepseek",
+}  # fmt: skip
+PLAIN = {"sliding_window": None, "n_shared_experts": 1, "n_routed_experts": 4}
+PLAIN |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+MORE = {  # where transformers' defaults are no model, or one that is refused
+    "mistral": {"sliding_window": None},
+    "dots1": PLAIN | {"norm_topk_prob": True},
+    "deepseek_v2": PLAIN | {"topk_method": "greedy"},
+}
+
+
+@pytest.mark.parametrize("kind", [*FILES, *FORKS])
+def test_a_field_that_is_left_out_means_what_transformers_takes_it_for(kind: str) -> None:
+    import transformers
+
+    def meant(hf: dict[str, Any]) -> dict[str, Any]:
+        made = transformers.CONFIG_MAPPING[kind](**hf).to_json_string(use_diff=False)
+        return {**json.loads(made), "model_type": kind}
+
+    def read(hf: dict[str, Any]) -> Any:
+        sizes = read_sizes(file, hf)
+        return replace(sizes, kv_channels=sizes.head_size)
+
+    file = FILES.get(kind) or load_model_file(f"examples/forks/{FORKS[kind]}.py")
+    hf, compared = meant(MORE.get(kind, {})), 0
+    read(hf)
+    for field in hf.keys() - {"model_type", "num_hidden_layers"}:  # layer_types is as long
+        less = {name: value for name, value in hf.items() if name != field}
+        try:
+            found = read(less)
+        except ValueError:  # it has to be there
+            continue
+        assert found == read(meant(less)), field
+        compared += 1
+    assert compared > 10

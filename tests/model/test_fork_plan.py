@@ -17,12 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_llama
 from forecast.recording import ACTIVATIONS, LOGITS, WORKING, Recording, record
+from forecast.rehearsal import main as rehearsal
 from forecast.traffic import SMALL, traffic
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from tests.sampling import sampled
 from tests.training.small_llama import read
+from tools import plan
 from training.flags import model_sizes
 from training.run import pipeline_stages
 from training.run.model_profile import model_profile
@@ -210,3 +212,38 @@ def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
     padded = -(-len(norms) * 1024 // 2048) * 2048 * 8  # each to a block, all of them to two
     assert partial == ([padded] if sp else [])
     assert len(norms) == (3 * 7 + 1 if sp else 0)
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ("x * x.abs().max().item()", "item() cannot be called on meta tensors: the model asks"),
+        ("x @ x", "RuntimeError: "),
+        ("x + nowhere", "NameError: name 'nowhere' is not defined"),
+    ],
+)
+@pytest.mark.parametrize("program", ["--dry-run", "", "--rehearse", "plan.py"])
+def test_a_forward_that_fails_on_meta_tensors_is_named_by_its_line(
+    program, wrong, says, tmp_path, capsys, monkeypatch
+):
+    """In one sentence, of each program that runs the fork there before its first step."""
+    text = (ROOT / "model" / "llama.py").read_text()
+    line = "        return h + self.mlp(x)\n"
+    assert text.count(line) == 1
+    path = tmp_path / "wrong.py"
+    path.write_text(text.replace(line, f"        return h + self.mlp({wrong})\n"))
+    number = text[: text.index(line)].count("\n") + 1
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data "
+        f"--vocab-size 128 --train-iters 1 --lr 1 --device cpu --model-file {path}"
+    )
+    monkeypatch.chdir(tmp_path)
+    if program == "plan.py":
+        code = plan.main([words, "2xcpu"])
+    elif program == "--rehearse":
+        words += " --rehearse --rehearse-device cpu"
+        code = rehearsal.main(pretrain_llama, words.split())
+    else:
+        code = pretrain_llama.main([program, *words.split()] if program else words.split())
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and f"--model-file {path}: forward, line {number}: " in said and says in said

@@ -73,8 +73,12 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     }.items():
         with pytest.raises(ValueError, match=f"model_type is .*{why}"):
             model_file_of({"model_type": kind})
-    for kind, file in {"phi3": r"examples/forks/phi3\.py$", "../arcee": "the fork's "}.items():
-        with pytest.raises(ValueError, match=f"give (--model-file )?{file}"):
+    for kind, file in {
+        "phi3": r"--model-file examples/forks/phi3\.py$",
+        "gemma3_text": r"--model-file examples/forks/gemma3\.py$",
+        "../arcee": "the --model-file of a fork that computes it",
+    }.items():
+        with pytest.raises(ValueError, match=f"give {file}"):
             model_file_of({"model_type": kind})
 
 

@@ -58,6 +58,7 @@ OPERATIONS = {
     "rows and columns": lambda: X[NUMBERS, NUMBERS],
     "matrix and vector": lambda: torch.mv(tensor(3, 4), tensor(4)),
     "one behind the other": lambda: torch.cat([X, Y], -1),
+    "three as one": lambda: torch.stack([ROW, ROW, ROW], -1),
     "count": lambda: torch.arange(2, 9, 3, device=META),
     "silu": lambda: F.silu(Y),
     "softmax": lambda: X.softmax(-1),
@@ -74,6 +75,24 @@ def test_an_operation_is_answered_as_by_torch(operation):
     wanted = operation()
     assert found.is_meta and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     assert found.stride() == wanted.stride()
+
+
+MISFITS = {
+    "sum": lambda: X + tensor(5, 2, 8),
+    "matrices": lambda: torch.mm(tensor(3, 4), tensor(5, 4)),
+    "batches": lambda: torch.bmm(tensor(2, 3, 4), tensor(3, 4, 5)),
+    "linear": lambda: F.linear(X, tensor(3, 9)),
+    "one behind the other": lambda: torch.cat([X, X[:5]], -1),
+    "stacked": lambda: torch.stack([X, X[:5]]),
+}
+
+
+@pytest.mark.parametrize("operation", MISFITS.values(), ids=MISFITS)
+def test_shapes_that_do_not_fit_are_an_error_as_in_torch(operation):
+    with pytest.raises(RuntimeError):
+        operation()
+    with MetaOperations(), pytest.raises(RuntimeError):
+        operation()
 
 
 def test_in_place_is_the_same_memory():

@@ -9,6 +9,7 @@ import pytest
 
 from mpu.pipeline.schedules import NAMES, build, table
 from mpu.pipeline.simulate import Costs, simulate
+from tools import draw_schedule
 from tools.draw_schedule import main
 from tools.pictures.timeline import rows
 
@@ -192,3 +193,16 @@ def test_a_picture_that_nobody_names_gets_a_name(tmp_path, monkeypatch, capsys):
     assert main(["--schedule", "zb-v", "-p", "2", "-m", "4"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "drawn: runs/schedules/zb-v-p2-m4.svg"
     assert (tmp_path / "runs/schedules/zb-v-p2-m4.svg").read_text().lstrip().startswith("<")
+
+
+def test_a_disk_that_fills_is_named_by_the_flag(tmp_path, monkeypatch, capsys):
+    def full(*given, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(draw_schedule, "draw", full)
+    assert main(["--all", str(tmp_path)]) == 2
+    assert main(["--schedule", "1f1b", "--out", f"{tmp_path}/a.svg"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"draw_schedule.py: --all {tmp_path}: No space left on device",
+        f"draw_schedule.py: --out {tmp_path}/a.svg: No space left on device",
+    ]

@@ -2,6 +2,7 @@
 """The tokenizer gives back every text exactly, and a prompt may end in a space."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -123,7 +124,28 @@ def test_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tokenizer: 350 pieces, ") and done.stdout.count("\n") == 1
-    assert (tmp_path / "t.model").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "t.model"]
+
+
+def test_fewer_pieces_than_were_asked_for_are_said(tmp_path):
+    (tmp_path / "a.txt").write_text("abc abd\n")
+    done = run("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "t")
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"tokenizer: 2\d\d pieces \(--vocab-size 2048, but the text", done.stdout)
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "café".encode()])
+def test_a_prefix_may_have_any_bytes(tmp_path, name):
+    """Also where Python takes a name in UTF-8 for others; SentencePiece opens no such name."""
+    (tmp_path / "a.txt").write_text(CODE)
+    place = os.path.join(os.fsencode(tmp_path), name)
+    words = [sys.executable, "tools/train_tokenizer.py", "--input", tmp_path / "a.txt"]
+    environment = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [*words, "--output-prefix", place], cwd=ROOT, env=environment, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.path.getsize(place + b".model") > 1000
 
 
 def test_a_missing_input_is_one_sentence(tmp_path):

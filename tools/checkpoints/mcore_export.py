@@ -169,9 +169,13 @@ def _write(
         fsync_directory(aside)
         os.rename(aside, made)
     except BaseException as error:
+        free = shutil.disk_usage(root).free
         shutil.rmtree(aside, ignore_errors=True)  # this call made it
-        if isinstance(error, (OSError, RuntimeError)):  # RuntimeError: of torch.save
+        if isinstance(error, OSError):
             raise SaveError(f"{made}: it was not written: {error}") from None
+        if isinstance(error, RuntimeError):  # of torch.save, whose words are a line of C++
+            why = f"torch.save wrote a part of it, and {free:,} bytes were free there"
+            raise SaveError(f"{made}: it was not written: {why}") from None
         raise
     latest = root / f".latest-{secrets.token_hex(8)}"
     write_bytes(latest, str(common["iteration"]).encode())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.load import load_model_file, of_checkpoint
+from model.load import ModelFileError, load_model_file, of_checkpoint
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.meta_tensors import meta_hint
 from mpu.param import Piece, placement_of, unique_parameters
@@ -108,6 +108,9 @@ def at_line(frame: traceback.FrameSummary) -> str:
 
 def describe_error(error: BaseException, model: str) -> str:
     """Return an error as a sentence, with the line of the model's file that it comes through."""
+    if isinstance(error, ModelFileError):
+        assert error.__cause__ is not None
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).resolve() == Path(model).resolve()]
     where = f", {at_line(own[-1])}" if own else ""

@@ -380,12 +380,16 @@ def refuse_strays(stray: Sequence[str], uses: Sequence[Use] = ()) -> None:
     text = f"{first}: a value that belongs to no flag"
     for use in uses:
         flag = known_flags().get(use.name)
-        takes = 0 if flag and flag.rule.nargs == 0 else 1
+        takes = 0 if flag and flag.rule.nargs in (0, "*") and not use.joined else 1
         if flag and first in use.values[takes:] and not meant:
-            text = f"{use.name}: a switch takes no value, not {first!r}"
-            if takes:
-                given = " ".join(use.values[:3]) + " ..." * (len(use.values) > 3)
-                text = f"{use.name} {given}: must be one value"
+            given = " ".join(use.values[:3]) + " ..." * (len(use.values) > 3)
+            text = f"{use.name} {given}: must be one value"
+            if flag.rule.nargs == 0:
+                text = f"{use.name}: a switch takes no value, not {first!r}"
+            elif flag.rule.nargs == "*" and use.joined:
+                text = f"{use.name}={given}: several values stand after a space, not after ="
+            elif flag.rule.nargs == "*":
+                text = f"{use.name} {first}: a value of this flag cannot begin with -"
     if meant or re.match(r"-\D|[\u2013\u2014]", first):
         text += "; flags begin with --" + f": {' '.join(flags)}" * bool(flags)
     raise UsageError("; ".join([text, *reasons]))

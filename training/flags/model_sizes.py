@@ -145,8 +145,8 @@ def checked(name: str, value: Any) -> Any:
     return live_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
 
 
-def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
-    """Return {flag: value} for a model's config and the checkpoint's tokenizer and length."""
+def flags_of(sizes: Any) -> dict[str, Any]:
+    """Return {flag: value} for a model's config; True: a switch. Raises ValueError."""
     out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
     out["--kv-channels"] = sizes.head_size
     out["--group-query-attention"] = True
@@ -165,14 +165,20 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
         value = getattr(sizes, name, None)
         if value:  # else it is the default
             out["--" + name.replace("_", "-")] = list(value) if type(value) is tuple else value
+    if not sizes.tied:
+        out["--untie-embeddings-and-output-weights"] = True
+    return out
+
+
+def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
+    """Return {flag: value} for a model's config and the checkpoint's tokenizer and length."""
+    out = flags_of(sizes)
     settings = found.state.get("config", {})
     if settings.get("model.use_mup"):  # its multipliers are in the model's config, too
         out["--use-mup"] = True
         for name in MUP:
             if (value := settings.get(f"model.{name}")) is not None:
                 out["--" + name.replace("_", "-")] = value
-    if not sizes.tied:
-        out["--untie-embeddings-and-output-weights"] = True
     if (length := found.state.get("config", {}).get("model.seq_length")) is not None:
         out["--seq-length"] = length
     kind, file = _tokenizer(found)

@@ -52,7 +52,8 @@ def parse(
     """Return the Config of a run over `world_size` ranks; argv None is this program's own.
 
     `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
-    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. stage: the number of the
+    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args, which is refused without
+    it. stage: the number of the
     one of --data-stages whose settings are asked for; left out, where the checkpoint is. Raises
     UsageError naming the flag, its value and the rule; `--help` prints and exits.
     """
@@ -66,7 +67,9 @@ def parse(
     except ValueError as error:
         raise UsageError(str(error)) from None
     if "--use-checkpoint-args" in given:
-        assert of_checkpoint is not None
+        if of_checkpoint is None:
+            rule = "give the model's sizes: no checkpoint is read here"
+            raise UsageError(f"--use-checkpoint-args: {rule}")
         given, values = model_sizes.from_checkpoint(given, of_checkpoint, notes, values, typed)
     own = tuple(sorted(values.items()))
     if "--use-checkpoint-opt-param-scheduler" in given:
@@ -80,12 +83,26 @@ def parse(
         made = replace(made, checkpoint=replace(made.checkpoint, save=None, save_hf=None))
     for word in argv if made.checkpoint.save else ():
         if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
-            raise UsageError(f"{word!a} is not UTF-8, in which a checkpoint keeps the command line")
+            _refuse_bytes(word)
     lines = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     lines += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
     lines += [*expert_rules.notes(made), *size_rules.mup_notes(made)]
     notes = list(dict.fromkeys(lines))
     return replace(made, notes=tuple(notes), given=names, command_line=tuple(argv))
+
+
+def _refuse_bytes(word: str) -> NoReturn:
+    """Raise UsageError for a word that JSON cannot hold: its bytes, or Python's reading of them."""
+    try:
+        read = word.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise UsageError(
+            f"{word!a} is not UTF-8, in which a checkpoint keeps the command line"
+        ) from None
+    raise UsageError(
+        f"{read!a} is UTF-8, in which a checkpoint keeps the command line, but Python reads it as "
+        f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1"
+    )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -307,19 +307,18 @@ def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
 def _directories(config: Config) -> None:
     """Refuse outputs that could not be written."""
     log = config.log
-    history = log.memory_snapshot_path
     saves = None if config.run.skip_train else config.checkpoint
     directories = {
         "--save": saves and saves.save,
         "--save-hf": saves and saves.save_hf,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": _to_make(config.data.data_cache_path),
-        "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
-        "--memory-snapshot-path": history and os.path.dirname(os.path.abspath(history)),
     }
-    for flag, path in directories.items():
+    files = {"--log-json": log.log_json, "--memory-snapshot-path": log.memory_snapshot_path}
+    for flag, path in (directories | files).items():
         if path:
-            _writable(flag, path)
+            whole = os.path.abspath(path)
+            _writable(f"{flag} {path}", os.path.dirname(whole) if flag in files else whole)
     if log.log_json and os.path.isdir(log.log_json):
         raise UsageError(f"--log-json {log.log_json} is a directory: give a file")
     if config.run.dry_run or config.rehearse.rehearse:  # nothing is written
@@ -365,12 +364,11 @@ def _checkpoints(c: CheckpointConfig) -> None:
             )
 
 
-def _writable(flag: str, path: str) -> None:
-    """Refuse a directory that could not be made or written; make nothing."""
-    standing = os.path.abspath(path)
+def _writable(named: str, standing: str) -> None:
+    """Refuse a directory that could not be made or written; make nothing. named: flag and value."""
     while not os.path.lexists(standing):
         standing = os.path.dirname(standing)
     if not os.path.isdir(standing):
-        raise UsageError(f"{flag} {path}: {standing} is not a directory")
+        raise UsageError(f"{named}: {standing} is not a directory")
     if not os.access(standing, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {path}: {standing} is not writable by this user")
+        raise UsageError(f"{named}: {standing} is not writable by this user")

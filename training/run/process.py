@@ -69,6 +69,8 @@ def start_line(typed: Sequence[str], ranks: int) -> str:
 
 def _refuse_others(text: str, launch: Launch) -> bool:
     """Tell the ranks that wait in `meet`; return whether they were reached."""
+    if not (launch.point.host and launch.point.port):
+        return False
     try:
         meet(SHORT, launch, refused=text)
     except RendezvousError:

@@ -100,7 +100,7 @@ def rates(found: Checkpoint, config: Config) -> Iterator[str]:
             then = f"there it was to be {at(old, done.consumed):.6g}, and {at(old, old_end):.6g} "
             then += f"at iteration {old_total}"
             if old_total <= done.iteration:
-                then = "where that run ended"
+                then = f"that run ended at iteration {old_total}"
             yield (
                 f"{name} {last if done.iteration else ''}is {at(new, done.consumed):.6g} at "
                 f"iteration {done.iteration + 1}; it ends at {at(new, end):.6g} at iteration "

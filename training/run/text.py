@@ -68,7 +68,9 @@ def short(value: float) -> str:
     """Return a number in few digits: 0.012, 0.62, 1.23, 123, 12,345, 1.2e+06."""
     if not math.isfinite(value) or abs(value) >= 1e5:
         return f"{value:.1e}"
-    return f"{value:#.2g}" if abs(value) < 1 else f"{value:,.{max(0, 3 - len(str(int(value))))}f}"
+    if abs(value) >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:#.2g}" if abs(value) < 0.995 else f"{value:#.3g}".rstrip(".")
 
 
 def _loss(value: float) -> str:

@@ -368,7 +368,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     content = {
         "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536,
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
-        "rope_theta": 10000.0,
+        "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
@@ -377,11 +377,28 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
     mixtral = content | {"model_type": "mixtral", "num_local_experts": 8, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
-    flags = f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1536"
+    flags = f"{UNTIED} --num-experts 8 --moe-router-topk 2"
     assert read_model(str(tmp_path), 1024).config.moe == read_model(flags, 1024).config.moe
     (tmp_path / "config.json").write_text(json.dumps(content | {"n_routed_experts": 8}))
-    with pytest.raises(ValueError, match="model_type"):
+    assert not read_model(str(tmp_path), 1024).experts  # a field that a Llama does not have
+    gemma = content | {"model_type": "gemma2"}  # it was planned as a Llama
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    with pytest.raises(ValueError, match=r"give --model-file examples/forks/gemma2\.py$"):
         read_model(str(tmp_path), 1024)
+    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "qwen3"}))
+    qwen = read_model(str(tmp_path), 1024)
+    assert qwen.config.model.model_file == "model/qwen3.py"
+    assert (qwen.config.model.num_query_groups, qwen.config.model.kv_channels) == (4, 128)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="it is no JSON object"):
+        read_model(str(tmp_path), 1024)
+
+
+def test_a_plan_takes_a_fork_s_own_flags_and_no_checkpoint() -> None:
+    fork = "--model-file examples/forks/windows.py --window-size 8"
+    assert dict(read_model(f"{UNTIED} {fork}", 64).config.extra)["window_size"] == 8
+    with pytest.raises(ValueError, match="--use-checkpoint-args: give the model's sizes: no check"):
+        read_model(f"{UNTIED} --use-checkpoint-args --load saved", 64)
 
 
 @pytest.mark.parametrize(

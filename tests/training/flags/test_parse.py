@@ -265,6 +265,9 @@ MISTAKES = [
     ("\u2014lr 1", 1, "\u2014lr: a value that belongs to no flag; flags begin with --"),
     ("--bf16 stray", 1, "--bf16: a switch takes no value, not 'stray'"),
     ("--num-layers 2 1 --lr 1", 1, "--num-layers 2 1: must be one value"),
+    ("--train-data-path -1e-4 a", 1, "--train-data-path -1e-4: a value of this flag cannot begin"),
+    ("--data-path 1 a -1e-4 b", 1, "--data-path -1e-4: a value of this flag cannot begin with -"),
+    ("--data-path=1 a", 1, "--data-path=1 a: several values stand after a space, not after ="),
     ("--no-rope-fusion x", 1, "--no-rope-fusion: a switch takes no value, not 'x'"),
     ("--bf16=maybe", 1, "--bf16: a switch takes no value, not 'maybe'"),
     ("--num-layer 3", 1, "--num-layer is not a flag of this program; did you mean --num-layers"),
@@ -519,6 +522,8 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=f"--save {tmp_path}.* is not writable by this user"):
         read(f"--save {tmp_path}/out")
+    with pytest.raises(UsageError, match=f"--log-json {tmp_path}/a.jsonl: {tmp_path} is not writ"):
+        read(f"--log-json {tmp_path}/a.jsonl")
     read(f"--data-cache-path {tmp_path}")  # of a user who filled it
 
 
@@ -567,3 +572,16 @@ def test_the_names_of_validation_sets():
         base=SMALL.replace("--mock-data", ""),
     )
     assert config.run.eval_interval == 5
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("caf\udce9", r"'caf\\udce9' is not UTF-8, in which a checkpoint keeps the command line$"),
+        ("caf\udcc3\udca9", r"'caf\\xe9' is UTF-8, .* Python reads it as .*: set PYTHONUTF8=1$"),
+    ],
+)
+def test_a_folder_whose_name_a_checkpoint_cannot_keep(word, says):
+    """As Python spells bytes of the command line that are not of its encoding, LC_ALL=C's ASCII."""
+    with pytest.raises(UsageError, match=says):
+        read(f"--save {word}")

@@ -21,7 +21,7 @@ from training.run.log import Log
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops
 from training.run.step import Step
-from training.run.text import step_line
+from training.run.text import short, step_line
 
 OFF = {
     "log_interval": 1,
@@ -152,6 +152,13 @@ def test_the_line_has_the_mean_of_its_steps_and_the_files_have_each(tmp_path, ca
     assert "iteration 4/8 | loss 25.0000" in lines[1] and "iteration 8/8 | loss 1.5000" in lines[3]
     said = r"finished: 8 iterations, loss 1.5000, \d:\d\d; not saved \(no --save\)"
     assert re.fullmatch(said, lines[4])
+
+
+def test_a_number_near_a_power_of_ten_has_as_many_digits_as_others():
+    values = (0.012, 0.994, 0.9999, 1.23, 9.996, 99.96, 123.4, 999.6, 12345.0, 1.2e6, -0.5)
+    assert " ".join(map(short, values)) == (
+        "0.012 0.99 1.00 1.23 10.0 100 123 1,000 12,345 1.2e+06 -0.50"
+    )
 
 
 def test_a_run_that_has_nothing_to_do_says_so(capsys):

@@ -16,7 +16,7 @@ from tests.sampling import sampled
 from training.faults import activity as slow_start
 from training.faults.activity import Activity
 from training.faults.store import late_ranks, place_of, spans
-from training.run import rendezvous
+from training.run import process, rendezvous
 from training.run.rendezvous import RendezvousError, meet
 from training.settings.config import UsageError
 
@@ -336,3 +336,19 @@ def test_a_rank_that_said_hello_and_died_did_not_come(agent):
     assert isinstance(two.run({1: impatient})[1], RendezvousError)  # its hello stays
     error = two.run({0: impatient})[0]
     assert str(error).startswith("rank 1 did not connect")
+
+
+@pytest.mark.parametrize("port, why", [("70000", "MASTER_PORT is 70000: it"), ("x", "is 'x'")])
+def test_where_no_rank_can_meet_one_that_refuses_ends_at_once(
+    port: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would listen at another port, or at none, and wait for ranks that cannot come."""
+    monkeypatch.setattr(process, "meet", lambda *given, **more: pytest.fail("it waits"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", port)
+    launch = Launch.from_env()
+    with pytest.raises(ValueError) as refused:
+        launch.check_rendezvous()
+    assert process.refuse(refused.value, launch, 2, None, alone=True) == 2
+    assert why in capsys.readouterr().err

@@ -65,6 +65,9 @@ def test_a_resume_tells_flags_and_the_learning_rate(tmp_path, capsys):
         f"be {whole[4]:.6g}, and {whole[6]:.6g} at iteration 6)"
     )
 
+    run(tmp_path, f"{load} --save {tmp_path}/c --train-iters 4")
+    run(tmp_path, f"--load {tmp_path}/c --train-iters 9")
+    assert "at iteration 9 (that run ended at iteration 4)" in capsys.readouterr().out
     run(tmp_path, f"{load} --no-load-optim")
     assert f"{saved}: --no-load-optim begins the optimizer anew" in capsys.readouterr().out
     # the schedule of the checkpoint, whatever the flags say
