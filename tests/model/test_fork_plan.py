@@ -222,7 +222,9 @@ def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
         ("x + nowhere", "NameError: name 'nowhere' is not defined"),
     ],
 )
-@pytest.mark.parametrize("program", ["--dry-run", "", "--rehearse", "plan.py"])
+@pytest.mark.parametrize(
+    "program", ["--dry-run", "", "plan.py", pytest.param("--rehearse", marks=pytest.mark.prove)]
+)
 def test_a_forward_that_fails_on_meta_tensors_is_named_by_its_line(
     program, wrong, says, tmp_path, capsys, monkeypatch
 ):
