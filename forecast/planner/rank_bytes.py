@@ -37,6 +37,8 @@ PROVIDER = pretrain_llama.model_provider
 ENDS = (FIRST, MIDDLE, LAST)
 LAYER = Stage(1, 2)
 FEW = (2, 3)  # layers of a stage that are recorded where it has more
+# the same at ZeRO stages 2 and 3: gradients of two layers may be unsharded beside a third one's
+FEW_SHARDED = (3, 4)
 NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
@@ -244,14 +246,15 @@ class Exact(NamedTuple):
 
 def exactly(config: Config) -> list[Exact]:
     """Return the bytes of each pipeline rank, as --dry-run has them; of host memory that of the
-    rank with most. Stages of many like layers are recorded with FEW of them.
+    rank with most. Stages of many like layers are recorded with a few of them.
     """
-    size, few = config.parallel.pipeline_model_parallel_size, None
+    size, layers = config.parallel.pipeline_model_parallel_size, None
+    few = FEW if config.parallel.zero < 2 else FEW_SHARDED
     stages = [rank_stages(config, PROVIDER, rank) for rank in range(size)]
-    if max(len(s.layers) for own in stages for s in own) > sum(FEW) and is_linear(config):
+    if max(len(s.layers) for own in stages for s in own) > sum(few) and is_linear(config):
         parallel = replace(config.parallel, ddp_bucket_size=bucket_size(config, stages))
-        config, few = replace(config, parallel=parallel), FEW
-    found = recordings_of(config, pretrain_llama, few)
+        config, layers = replace(config, parallel=parallel), few
+    found = recordings_of(config, pretrain_llama, layers)
     most = max(recording.most(HOST) for recording in found)
     return [Exact(memory(config, recording), most) for recording in found]
 
