@@ -30,6 +30,7 @@ TERMS = {  # kinds and axes of Timing, as they add up to a step
     "bubble": ("the pipeline's bubble", ("bubble",)),
     "update": ("the optimizer", ("update", "tp_dp_cp_shard", "ep_edp_shard")),
 }
+MEANINGS = "; ".join(f"{key}: {meaning}" for key, (meaning, _) in TERMS.items())
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights", "weights in float8"),
     "gradients": ("gradients", "unsharded gradients"),
@@ -200,9 +201,8 @@ def parts_of(runs: Sequence[Recorded]) -> list[str]:
         shares = [f"{seconds / sum(parts.values()):.1%}" for seconds in parts.values()]
         steps.append((str(number), *shares))
         memory.append((str(number), *(f"{gb:.2f}" for gb in by_kind(run))))
-    meanings = "; ".join(f"{key}: {meaning}" for key, (meaning, _) in TERMS.items())
     return [
-        f"parts of the step of rank 0 ({meanings})", *aligned(steps),
+        f"parts of the step of rank 0 ({MEANINGS})", *aligned(steps),
         "peak memory in GB, of the pipeline rank with the highest", *aligned(memory),
     ]  # fmt: skip
 
@@ -239,10 +239,9 @@ def rank_orders(runs: Mapping[str, Recorded]) -> list[str]:
         step = f"{run.played.step_seconds:#.4g}".removesuffix(".")
         rows.append((order, step, *(f"{seconds:.3f}" for seconds in parts.values())))
     rows[1:] = sorted(rows[1:], key=lambda row: float(row[1]))
-    meanings = "; ".join(f"{key}: {meaning}" for key, (meaning, _) in TERMS.items())
     return [
         *aligned(rows),
-        f"seconds of a step of rank 0, and its parts ({meanings})",
+        f"seconds of a step of rank 0, and its parts ({MEANINGS})",
         f"flag of the first: --rank-order {rows[1][0]}",
     ]
 
