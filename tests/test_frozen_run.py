@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs with frozen parameters: saved, resumed on another layout, and with other subsets."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,7 @@ MORE = {
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", sorted(MORE))
-@pytest.mark.parametrize("fork", sorted(FORKS))
+@pytest.mark.parametrize("fork, name", zip(itertools.cycle(sorted(FORKS)), sorted(MORE)))
 def test_with_other_mechanisms(launcher: Launcher, fork: str, name: str) -> None:
     words = f"{MODEL} {MORE[name]} --frozen {FORKS[fork]}"
     ended = launcher.run(2, words.split())

@@ -36,6 +36,7 @@ LAYOUTS = {
     "dp 2, zero 3": (2, "--zero-stage 3"),
     "cp 2": (2, "--context-parallel-size 2"),
 }
+POINTS = ("data", "forward", "backward", "gradient sums", "update")
 
 
 def stages(folder: Path, **third: Any) -> dict[str, Any]:
@@ -152,8 +153,7 @@ def test_killed_in_each_stage_and_resumed_in_two_layouts(launcher, folder, whole
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("point", ["data", "forward", "backward", "gradient sums", "update"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, point", [*zip(LAYOUTS, POINTS, strict=True)])
 def test_killed_at_each_point(launcher, folder, whole, layout, point):
     hold(killed_in_each(launcher, folder, (layout,) * 4, (point,) * 3), whole, 1e-10)
 

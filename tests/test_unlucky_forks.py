@@ -258,7 +258,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 105), 16))
+@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 35), 6))
 def test_what_a_resume_would_fail_at_is_refused_before_a_step(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 

@@ -313,7 +313,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 104), 16))
+@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 39), 6))
 def test_the_exit_code_says_what_a_start_met(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 

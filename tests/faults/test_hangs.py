@@ -41,7 +41,11 @@ PLACES = {  # name: (point, how, call, what is said)
     ),
     "stopped": ("backward", "stop", 9, r"its process is stopped \(SIGSTOP\?\); its last"),
 }  # fmt: skip
-CASES = [(layout, place, rank) for layout in LAYOUTS for place in PLACES for rank in (0, 1)]
+CASES = [
+    (layout, place, (m + n + 1) % 2)
+    for m, layout in enumerate(LAYOUTS)
+    for n, place in enumerate(PLACES)
+]
 CASES += [("pp 2", "receive", rank) for rank in (0, 1)]
 PLACES["receive"] = ("wait", "stall", 3, f"{STEP}.* at {OURS}")
 SAMPLE = [("dp 2, ZeRO 3", "data", 1)]

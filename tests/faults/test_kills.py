@@ -54,12 +54,16 @@ STEP = {  # in iteration 5
 MESSAGES = {"receive": ("receive", 2, 3), "wait": ("wait", 2, 3), "send": ("send", 2, 3)}
 PLACES = SAVE | LATER | STEP | MESSAGES
 ALL = -1
-KILLS = [
-    (layout, place, victim)
-    for layout, (ranks, _, pp, _) in LAYOUTS.items()
+PAIRS = [
+    (layout, place)
+    for layout, (_, _, pp, _) in LAYOUTS.items()
     for place in PLACES
     if (pp > 1 or place not in MESSAGES) and ("background" in layout or place not in LATER)
-    for victim in (ALL, *range(ranks))
+]
+KILLS = [  # all ranks and each rank in turn
+    (layout, place, victim)
+    for n, (layout, place) in enumerate(PAIRS)
+    for victim in [n % (LAYOUTS[layout][0] + 1) - 1]
     if victim <= 0 or PLACES[place][0] not in RANK_0_ALONE
 ]
 

@@ -36,9 +36,10 @@ def run(launcher: Launcher, layout: str, fault: Any = None, flags: str = "") -> 
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("what", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, what, rank",
+    [(a, b, (m + n) % 2) for m, a in enumerate(LAYOUTS) for n, b in enumerate(PLACES)],
+)
 def test_what_is_slow_is_named(launcher: Launcher, layout: str, what: str, rank: int) -> None:
     point, how, seconds = PLACES[what]
     fault = {"point": point, "rank": rank, "call": 1, "times": 10**6, "from": BEGINS}
@@ -62,9 +63,8 @@ def test_what_is_slow_is_named(launcher: Launcher, layout: str, what: str, rank:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("turn", range(7))
+@pytest.mark.parametrize("flags", ["", "--no-shared-memory"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_clean_run_names_nobody(launcher: Launcher, layout: str, turn: int) -> None:
-    """21 runs, every second one through shared memory."""
-    result = run(launcher, layout, flags="--no-shared-memory" if turn % 2 else "")
+def test_a_clean_run_names_nobody(launcher: Launcher, layout: str, flags: str) -> None:
+    result = run(launcher, layout, flags=flags)
     assert " is slow" not in result.said(0, "out")

@@ -46,7 +46,7 @@ PLACES = {  # name: (what it is doing, point, call, levels, flags)
 KILLS = [
     (name, level, count, count - 1 if n % 3 else 0)
     for n, (name, (_, _, _, levels, _)) in enumerate(PLACES.items())
-    for level, count in zip(map(int, levels), (2, 4, 2, 4), strict=False)
+    for level, count in zip(map(int, levels[n % 2 :: 2] or levels), (2, 4), strict=False)
 ]
 
 

@@ -165,7 +165,7 @@ KINDS: dict[str, Callable[[random.Random, Path], Case]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "seed"), sampled(drawn(KINDS, 110), 26))
+@pytest.mark.parametrize(("name", "seed"), sampled(drawn(KINDS, 36), 9))
 def test_checkpoints_that_are_hostile_or_unlucky(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 

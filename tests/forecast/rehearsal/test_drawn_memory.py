@@ -25,7 +25,7 @@ from training.settings import batch_size
 from training.settings.config import Config
 from training.settings.pipeline_schedule import recomputed_layers, schedule_of
 
-SEEDS, WITHIN = range(200, 250), 0.02
+SEEDS, WITHIN = range(200, 225), 0.02
 WITHOUT = ("--reset", "--eod", "--rehearse-device a100")
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 32768 --hidden-size 1024

@@ -262,10 +262,10 @@ KINDS: dict[str, Callable[[random.Random, Path], Case]] = {
         escape_codes,
     )
 }  # fmt: skip
-CASES = drawn(KINDS, 112)
+CASES = drawn(KINDS, 36)
 
 
-@pytest.mark.parametrize(("name", "seed"), sampled(CASES, 40))
+@pytest.mark.parametrize(("name", "seed"), sampled(CASES, 13))
 def test_folders_that_are_hostile_or_unlucky(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 
