@@ -59,7 +59,7 @@ tools/test_fork_check.py model/test_zero_parity.py training/run/test_saver.py
 training/run/watch/test_numbers.py model/test_float8.py model/test_moe_router.py
 model/test_pipeline_parity.py model/test_context_parity.py forecast/test_buffers.py
 forecast/test_step_memory.py forecast/test_activations.py mpu/layers/float8/test_recipe.py
-tools/test_gpu_check.py faults/test_hangs.py faults/test_failures.py tools/test_explain.py
+ tools/test_gpu_check.py faults/test_hangs.py faults/test_failures.py tools/test_explain.py
 model/test_parity.py model/test_worked_forks.py model/test_deepseek.py
 training/checkpoint/test_sweep.py training/checkpoint/test_retain.py
 training/faults/test_hang_watch.py training/faults/test_monitor.py

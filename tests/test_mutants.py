@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tests/mutants.py: what it changes, what it leaves alone, and that a marked file does the same."""
 
-import os
-import signal
-import subprocess
 import sys
 from types import ModuleType
 
@@ -74,34 +71,3 @@ def test_a_marked_file_does_the_same_and_notes_what_ran(monkeypatch):
         hits.clear()
         assert noted["f"](5) == plain["f"](5) == 2.5
         assert hits == [number] * (site.mark != "") or site.line == 5  # a default runs once
-
-
-def test_what_a_mutants_tests_left_behind_is_ended():
-    """A process of their session, which a fork is, though its parent's environment has no mark."""
-    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-    left = subprocess.Popen(sleeps, start_new_session=True)
-    mutants.end_all("/no/such/mark", os.getsid(left.pid))
-    assert left.wait(30) == -signal.SIGKILL
-
-
-def test_the_nearest_and_shortest_files_run_first():
-    (site, *_) = mutants.Finder("mpu/comm/p2p.py", TEXT).found
-    files = ["tests/a.py", "tests/mpu/comm/test_b.py", "tests/mpu/comm/test_p2p.py", "tests/c.py"]
-    seconds = {"tests/a.py": 9.0, "tests/c.py": 1.0}
-    assert mutants.in_order(site, files, seconds) == [files[2], files[1], files[3], files[0]]
-
-
-def test_a_test_is_the_same_where_its_function_and_its_helpers_are():
-    text = "N = 1\ndef test_a():\n    assert N\ndef test_b():\n    pass\n"
-    same = text.replace("pass", "assert 2").replace("\ndef test_a", "\n\n\ndef test_a")
-    assert mutants.test_code(text, "test_a") == mutants.test_code(same, "test_a")
-    assert mutants.test_code(text, "test_b") != mutants.test_code(same, "test_b")
-    other = text.replace("N = 1", "N = 2")
-    assert mutants.test_code(text, "test_a") != mutants.test_code(other, "test_a")
-
-
-def test_the_table_counts_rooms_and_kinds():
-    (site, *_) = mutants.Finder("mpu/x.py", TEXT).found
-    lines = [{"site": vars(site), "outcome": outcome} for outcome in ("killed", "survived")]
-    rows = {row.split()[0]: row.split()[1:] for row in mutants.table(lines).splitlines()}
-    assert rows["mpu"] == rows["all"] == ["2", "1", "1", "0", "0"] and rows["tools"][0] == "0"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The storm of `make chaos`: what it draws, how it judges, a few of its faults, and all of them.
 
-`pytest tests/chaos -m prove -s` plays 300 faults, prints the table and holds it to the promises.
+`pytest tests/chaos -m prove -s` plays 120 faults, prints the table and holds it to the promises.
 """
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -14,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.fault import LAYOUTS, PEER_TIMEOUT, SLACK, draw
-from tests.chaos.judge import judge, kept, table
+from tests.chaos.fault import LAYOUTS, draw
+from tests.chaos.judge import judge
 from tests.chaos.kinds import BY_NAME, KINDS
 from tests.chaos.play import Oracle, play
-from tests.chaos.scene import Seen, pattern
+from tests.chaos.scene import Seen
 from tests.faults.fault_injection import POINTS
 from tests.launcher import Launcher
+from tests.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,51 +78,10 @@ def test_each_broken_promise_is_told(more: dict[str, Any], why: str) -> None:
     assert any(line.startswith(why) for line in judge(seen(KILL, **more)).broken)
 
 
-def test_two_of_a_hundred_names_may_be_wrong_and_nothing_else() -> None:
-    good, wrong = judge(seen(KILL)), judge(seen(KILL, words=["Traceback", ""]))
-    assert kept([good] * 98 + [wrong] * 2) and not kept([good] * 97 + [wrong] * 3)
-    assert not kept([good] * 99 + [judge(seen(KILL, equal=False))])
-
-
-def test_the_rank_that_is_struck_need_not_speak_and_the_limit_counts_from_the_fault() -> None:
-    silent = "rank 1 failed first: no heartbeat for 6 s"
-    ended = [10.0 + PEER_TIMEOUT + SLACK + 0.1, 99.0]
-    verdict = judge(seen("stop: for good", words=[silent, ""], ended=ended))
-    assert verdict.named and verdict.hang and len(verdict.broken) == 1
-
-
-def test_each_promise_names_what_it_must_say() -> None:
-    for fault in draw(3, len(KINDS), KINDS):
-        kind = BY_NAME[fault.kind]
-        assert (pattern(Seen(fault, kind, hit="x")) is None) == (kind.promise.who is None)
-        assert kind.promise.who is None or kind.promise.says
-
-
-def test_the_table_has_a_line_for_each_kind_and_the_sum() -> None:
-    verdicts = [judge(seen(KILL)), judge(seen(KILL, equal=False)), judge(seen("kill: in forward"))]
-    lines = table(verdicts, set()).splitlines()
-    assert len(lines) == 5
-    assert lines[3].startswith(
-        "| kill: in the update | 2 | 2 of 2 | 2 of 2 | 1.0 / 1.0 | 2.0 / 2.0 |"
-    )
-    assert lines[3].endswith("| 4 | 1 of 2 | 0 |") and lines[4].startswith(
-        "| **all of these** | 3 |"
-    )
-
-
 def test_every_place_where_a_fault_strikes_is_in_the_program() -> None:
     """The long forms alone strike at most of them."""
     gone = [name for name, (owner, call) in POINTS.items() if not hasattr(owner, call)]
     assert gone == []
-
-
-def test_a_storm_sees_when_a_run_is_over(launcher: Launcher, tmp_path: Path) -> None:
-    code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
-    env = dict(os.environ)
-    launcher.start(1, [], python=["-c", code], cwd=str(tmp_path), env=env)
-    assert not launcher.over(0.1)
-    (tmp_path / "go").touch()
-    assert launcher.over(60.0) and launcher.wait().codes == [0]
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +92,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 SHORT = ("kill: in a save", "disk: ENOSPC under a checkpoint", "checkpoint: bit flipped")
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", sampled(SHORT, 3))
 def test_a_fault_is_found_named_and_healed(
     launcher: Launcher, tmp_path: Path, oracle: Oracle, name: str
 ) -> None:
@@ -145,8 +103,8 @@ def test_a_fault_is_found_named_and_healed(
 
 @pytest.mark.prove
 def test_the_storm_keeps_every_promise(tmp_path: Path) -> None:
-    """300 faults of every kind over tp 2, pp 2, dp 2 and ZeRO 3."""
-    words = ["--cases", "300", "--seed", "7", "--out", str(tmp_path / "out")]
+    """120 faults of every kind over tp 2, pp 2, dp 2 and ZeRO 3."""
+    words = ["--cases", "120", "--seed", "7", "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "tests/chaos/storm.py", *words], cwd=ROOT, check=False)
     print((tmp_path / "out" / "table.md").read_text())
     assert done.returncode == 0

@@ -3,7 +3,7 @@
 
 It loads the last checkpoint that was committed, never a directory that was being written, and ends
 with the losses, weights and optimizer state of an undisturbed run, bit for bit. All of it is long;
-in `make test` tests/chaos and tests/faults/test_restarts.py kill a rank and compare the bits.
+in `make test` tests/chaos kills a rank and compares the bits.
 """
 
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a pipeline that are killed, stopped, broken or stuck: what the other stages say."""
+"""Stages of a pipeline that are killed or stuck: what the other stages say."""
 
 import re
 import signal
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.small_run import LIMIT, MESSAGES, PATIENCE, Ranks, check_blame, fault, weights
+from tests.faults.small_run import LIMIT, MESSAGES, PATIENCE, Ranks, check_blame, fault
 from tests.launcher import Launcher
 
 LATER = pytest.mark.prove
@@ -42,31 +42,6 @@ def test_a_killed_stage_is_named_by_all_others(
     if point == "wait" and pp * tp == 2:  # the other one needs it for its next action
         doing = rf"while waiting for [FB] chunk \d micro-batch \d from stage \d \(rank {rank}\)"
         assert re.search(doing, result.said(1 - rank)), result.said(1 - rank)
-
-
-@LATER
-@pytest.mark.parametrize("pipeline, rank", [(LONG, 2), (V_SHAPE, 0)])
-@pytest.mark.parametrize("point", ["send", "gradient sums"])
-def test_a_stopped_stage_is_named_by_all_others(
-    ranks: Ranks, pipeline: tuple[int, int, str], point: str, rank: int
-) -> None:
-    pp, tp, flags = pipeline
-    how = fault(point, rank, "stop")
-    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, monitor=PATIENCE)
-    check_blame(result, rank, "no heartbeat")
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("pipeline, rank", [(CHUNKS, 1), (LONG, 2)])
-def test_an_error_in_one_stage_is_what_all_report(
-    ranks: Ranks, pipeline: tuple[int, int, str], rank: int
-) -> None:
-    pp, tp, flags = pipeline
-    result = ranks.run(pp * tp, tp, fault("send", rank, "raise"), pp=pp, flags=flags)
-    assert result.said(rank).splitlines()[-1] == "RuntimeError: broken on purpose"
-    why = "in stage [12] of iteration 1: RuntimeError: broken on purpose"
-    assert re.search(why, result.said(0))
-    check_blame(result, rank, "broken on purpose")
 
 
 @pytest.mark.prove
@@ -112,19 +87,3 @@ def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
         )
         assert re.search(rf"; rank \d gave up: .*({GIVEN_UP})", last), last
         assert last.partition(" failed first ")[2] == last_lines[0].partition(" failed first ")[2]
-
-
-@LATER
-@pytest.mark.parametrize("pipeline, how, rank", [(CHUNKS, "term", 1), (LONG, "int", -1)])
-def test_a_signal_stops_all_stages_after_the_same_step_and_the_run_goes_on_to_the_bit(
-    ranks: Ranks, pipeline: tuple[int, int, str], how: str, rank: int
-) -> None:
-    pp, tp, flags = pipeline
-    undisturbed = ranks.run(pp * tp, tp, pp=pp, flags=flags)
-    stopped = ranks.run(pp * tp, tp, fault("send", rank, how), pp=pp, flags=flags)
-    assert (undisturbed.codes, stopped.codes) == ([0] * pp * tp, [75] * pp * tp), stopped.said(0)
-    assert re.search(r"stopped by .* after iteration [12] of", stopped.said(0, "out"))
-    resumed = ranks.run(pp * tp, tp, pp=pp, flags=flags, folder=stopped.folder)
-    assert resumed.codes == [0] * pp * tp, resumed.said(0)
-    assert weights(resumed) == weights(undisturbed)
-    assert set(undisturbed.losses()) == set(resumed.losses())

@@ -185,13 +185,3 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(
         os.kill(pid, signal.SIGKILL)
     assert left == []
     assert not training or list((tmp_path / "saved").glob("step_*/manifest.json"))
-
-
-@pytest.mark.prove
-def test_two_ranks_end_well_ten_times(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """No abort, no lost time, at an end that meets destructors and threads in any order."""
-    for i in range(10):
-        (tmp_path / str(i)).mkdir()
-        folder, script = tmp_path / str(i), ["pretrain_llama.py"]
-        code, _, said = Torchrun(folder, 2, free_port(), script).wait()
-        assert code == 0 and "terminate called" not in said, said

@@ -11,11 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from tests.gpu import check as gpu_check
 from tests.gpu import launched, summary
 from tests.gpu.check import PARTS, Options, Row
 from tests.gpu.row import ROWS
-from tests.gpu.summary import LINES, append, read
+from tests.gpu.summary import LINES, read
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "gpu-results.md"
@@ -124,54 +122,7 @@ def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path)
     assert summary.finished(lines) == set()  # so the next call begins with them
 
 
-def test_a_part_of_a_row_that_runs_out_of_memory_loses_no_other_part(tmp_path):
-    from tests.gpu.row import Row as Measured
-    from tests.gpu.row import Skip
-
-    row = Measured("here", tmp_path / LINES, "cpu", True)
-
-    def fail(error):
-        raise error
-
-    row.part("device", lambda: fail(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried 8 GiB")))
-    row.part("host", lambda: fail(MemoryError()))
-    row.part("cannot", lambda: fail(Skip("no such GPU")))
-    row.part("last", lambda: row.say("last", value=float("nan")))
-    lines = {line["what"]: line for line in read(tmp_path / LINES)}
-    assert lines["device"]["failed"] == "OutOfMemoryError: CUDA out of memory. Tried 8 GiB"
-    assert lines["host"]["failed"] == "MemoryError" and lines["cannot"]["skipped"] == "no such GPU"
-    assert lines["last"]["value"] == "nan" and row.failed == 2
-    row.check("not a number", float("nan"), 1.0)
-    assert row.failed == 3
-
-
 # ---- where things go, and how much is printed ----
-
-
-def test_results_go_where_they_are_asked_for(monkeypatch, tmp_path):
-    monkeypatch.delenv("OUT", raising=False)
-    assert gpu_check.read([]).out == ROOT / "runs" / "gpu-check"
-    monkeypatch.setenv("OUT", str(tmp_path / "mine"))
-    assert gpu_check.read([]).out == tmp_path / "mine"
-    assert gpu_check.read(["--out", str(tmp_path / "other")]).out == tmp_path / "other"
-
-
-def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, monkeypatch):
-    path = tmp_path / "out" / LINES
-    names = [f"row-{i:03}-{'n' * 40}" for i in range(60)]
-    left = iter(names)
-
-    def execute(words, limit, file):
-        append(path, {"row": next(left), "what": "error", "failed": "reason " * 100})
-        return 1
-
-    monkeypatch.setattr(gpu_check, "execute", execute)
-    _, _, said = play([Row(name, 5.0, ("-c", ""), 0) for name in names])
-    last = said[said.index("== summary") :]
-    assert len(said) < gpu_check.MOST_PRINTED and len(last) > 1000
-    assert "0 passed, 60 failed" in last and "FAILED row-000" in last
-    assert len(last.splitlines()) <= summary.ROWS
-    assert (tmp_path / "out" / "summary.txt").read_text() == last
 
 
 def told(*about):
@@ -219,83 +170,7 @@ def test_the_summary_subtracts_and_divides():
     assert "rows: 1 passed, 0 failed, 1 skipped" in text and "x (no GPU)" in text
 
 
-def test_ratios_and_differences_are_of_one_call():
-    """A base that another card ran gives none; the same row in a later call has that call's."""
-    six = ("step-6", "steps", dict(tokens_per_second=1.0, seconds=1.0, micro_batch=0.2))
-    two = ("step-2", "steps", dict(tokens_per_second=2.0, seconds=1.0, micro_batch=0.1))
-    first = told(call(1), run_of("run-bf16", 40000.0), two)
-    alone = told(call(2, run_documents="run-bf16"), run_of("run-documents", 30000.0), six)
-    text = summary.text([*first, *alone], {})
-    assert "tokens/s of call 2" in text and "run-documents 30,000" in text
-    assert "(0." not in text and "(of " not in text and "a layer" not in text
-    lines = [*first, *alone, *told(call(3, run_documents="run-bf16"), run_of("run-bf16", 20000.0),
-                                   run_of("run-documents", 30000.0))]  # fmt: skip
-    after = summary.text(lines, {}).split("card 3")[1]
-    assert "(of run-bf16): documents 30,000 (1.500)" in after
-
-
-def test_the_summary_cuts_no_prediction_and_no_run_short():
-    from tests.gpu.row import RUNS
-
-    names = [f"run-{name}" for name in RUNS]
-    lines = told(("call", "call", {"bases": {n: "run-bf16" for n in names if n != "run-bf16"}}))
-    for name in names:
-        ends = {"device": "h200", "seconds": 1.111, "ends": [1.001, 1.111]}
-        lines += told(run_of(name, 123456.0), (name, "prediction", ends))
-    text = summary.text(lines, {})
-    assert all(f"{name} 1001 to 1111 ms (0.24)" in text for name in names)
-    assert all(
-        f"{n.removeprefix('run-')} 123,456 (1.000)" in text for n in names if n != "run-bf16"
-    )
-    assert max(map(len, text.splitlines())) <= summary.WIDTH
-
-
 # ---- power and clocks ----
-
-
-def test_power_and_clocks_are_sampled_while_a_block_runs(tmp_path):
-    from tests.gpu.row import Row as Measured
-    from tests.gpu.row import Watch
-
-    row = Measured("step-6", tmp_path / LINES, "cpu", True)
-    values, enough = iter([500.0, 700.0, 600.0, *[600.0] * 10_000]), threading.Event()
-
-    def sample():
-        watts = next(values)
-        if watts == 600.0:
-            enough.set()
-        return {"watts": watts, "mhz": 2 * watts}
-
-    with Watch(row, 0.001, sample) as watch:
-        assert enough.wait(20)  # of another thread: this one only waits
-    said = watch.numbers()
-    assert said["watts"]["min"] == 500.0 and said["watts"]["max"] == 700.0 and said["samples"] >= 3
-    assert said["mhz"]["mean"] == pytest.approx(2 * said["watts"]["mean"])
-    assert not watch._thread.is_alive()
-
-    def breaks():
-        raise OSError("the driver's NVML does not answer")
-
-    with Watch(row, 0.001, breaks) as watch:
-        pass
-    assert watch.numbers() == {
-        "samples": 0, "unread": "OSError: the driver's NVML does not answer"
-    }  # fmt: skip
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("name", ["2-qwen3-30b-a3b", "2-mixtral", "6-muon"])
-def test_a_step_in_process_is_sampled_and_profiled(tmp_path, name):
-    from tests.gpu import steps
-    from tests.gpu.row import Row as Measured
-
-    row = Measured(f"step-{name}", tmp_path / LINES, "cpu", True)
-    steps.steps(row)
-    lines = {line["what"]: line for line in read(tmp_path / LINES)}
-    watched = lines["power and clocks"]
-    assert watched["samples"] > 0 and watched["load"].keys() == {"min", "mean", "max"}
-    assert lines["steps"]["tokens_per_second"] > 0 and lines["kernels of a step"]["launches"] > 0
-    assert row.failed == 0 and f"==== step-{name}, " in (tmp_path / "profiles.txt").read_text()
 
 
 # ---- what is covered ----
@@ -350,18 +225,9 @@ def test_every_row_is_in_one_part_and_every_file_exists():
         assert f"def {function}(row: Row)" in text, name
 
 
-def test_rows_of_runs_are_those_of_the_variants_layouts_and_peers():
-    from tests.gpu import peer, row, several, steps
-
-    of_steps = {name.partition("-")[2] for name in row.STEPS} - {""}
-    assert steps.VARIANTS.keys() == set(row.RUNS) | (of_steps - steps.MODELS.keys())
-    assert steps.MODELS.keys() <= of_steps
-    assert several.LAYOUTS.keys() == set(row.SEVERAL) and peer.PEERS.keys() == set(row.PEERS)
-
-
 def test_the_flags_of_every_run_are_taken():
     from model.load import of_checkpoint
-    from tests.gpu import several, steps
+    from tests.gpu import curves, moe, several, small, steps
     from tests.gpu.row import RUNS, STEPS
     from tests.gpu.row import Row as Measured
     from training.flags.parse import parse
@@ -378,6 +244,15 @@ def test_the_flags_of_every_run_are_taken():
             if n >= layout.least:
                 given = [*several.words_of(row, name, n), *plan]
                 assert parse(given, n, None, of_checkpoint).model.num_layers == layout.layers, name
+    data = ["--train-data-path", "x", "--valid-data-path", "y", "--seed", "1"]
+    small_ones = [[*small.small_flags(False), *small.batch_flags(4, 4)]]
+    small_ones += [[*curves.run_flags(False, 1500), *words.split(), *data]
+                   for words, _ in curves.CURVES.values()]  # fmt: skip
+    for words in small_ones:
+        config = parse([*words, *plan], 1, None, of_checkpoint)
+        assert config.batch.global_batch_size * config.model.seq_length == 16384
+    words = [*moe.overlap_flags(False), moe.OVERLAP, "--distributed-backend", "gloo", *plan]
+    assert parse(words, 2, None, of_checkpoint).parallel.expert_model_parallel_size == 2
 
 
 def test_what_was_frozen_is_what_the_rows_run():
@@ -407,35 +282,6 @@ def test_what_was_frozen_is_what_the_rows_run():
     assert given == {**sizes, **others}
 
 
-def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypatch):
-    """As threads: 2 ranks come near to float64, and a log-sum-exp read wrongly does not."""
-    from mpu.layers.attention import block_attention, kv_exchange
-    from tests.gpu import attention
-    from tests.gpu.row import Row as Measured
-
-    torch.manual_seed(0)
-    given = attention.drawn(Measured("context", Path("unused"), "cpu", True), 32, 16, torch.float64)
-    wide = [x.detach().requires_grad_() for x in given[:3]]
-    want = attention.exact(*wide, (20, 12), 0)
-    wanted = [want.detach(), *torch.autograd.grad(want, wide, given[3])]
-
-    def errors():
-        outs = attention.played(kv_exchange.Ring, 2, given, (20, 12), 0, [])
-        pairs = zip(outs, wanted, strict=True)
-        return [attention.apart(out.permute(1, 2, 0, 3), right) for out, right in pairs]
-
-    assert max(errors()) < 1e-12
-    real = block_attention._backward
-
-    def by_address(kernel, part, dy, q, k, v, out, lse):  # a transposed one as if it were not
-        wrong = lse.contiguous().view(lse.mT.shape).mT.contiguous()
-        return real(kernel, part, dy, q, k, v, out, wrong)
-
-    monkeypatch.setattr(block_attention, "_backward", by_address)
-    y, *grads = errors()
-    assert y < 1e-12 and min(grads) > 0.1
-
-
 def test_a_device_file_is_fitted_and_can_be_read(tmp_path):
     from forecast.device_file import read_device
     from forecast.rehearsal import roofline
@@ -457,56 +303,11 @@ def test_a_device_file_is_fitted_and_can_be_read(tmp_path):
     assert base_of("another") == "h100"
 
 
-def test_packages_that_no_row_uses_may_be_missing():
-    from importlib.machinery import ModuleSpec
-
-    from tests.gpu.row import Absent
-
-    assert Absent().find_spec("torch") is None
-    module = Absent().create_module(ModuleSpec("safetensors", None))
-    assert issubclass(module.SafetensorError, Exception)  # an except clause may name it
-    with pytest.raises(ModuleNotFoundError, match="safetensors is not installed, and .*safe_open"):
-        module.safe_open("file")
-
-
 # ---- the command ----
-
-
-def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeypatch, tmp_path):
-    asked = Options([], tmp_path, "cuda", False, 0, "")
-    assert gpu_check.default(asked) == ["predict", "compile", "interpret"]
-    on_one = ["steps", "experts", "small", "overlap", "variants", "kernels", "trainer"]
-    assert gpu_check.default(asked._replace(gpus=1)) == on_one
-    assert gpu_check.default(asked._replace(gpus=8)) == [*on_one, "several", "peers"]
-    assert gpu_check.default(asked._replace(device="cpu", tiny=True)) == [*PARTS]
-    assert "the row needs 2 GPUs" in gpu_check.cannot(Row("x", 1, gpus=2), asked._replace(gpus=1))
-    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
-    why = gpu_check.cannot(Row("x", 1, needs=("triton", "pytest")), asked._replace(gpus=1))
-    assert why == f"{sys.executable} has no triton and no pytest"
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda path: None)
-    sanitized = next(row for row in EVERY if row.name == "memcheck")._replace(needs=())
-    assert "no compute-sanitizer" in gpu_check.cannot(sanitized, asked._replace(gpus=1))
 
 
 def names(options, finished=()):
     return [row.name for row in gpu_check.chosen(options, set(finished))]
-
-
-def test_rows_are_named_one_by_one_in_any_order_and_parts_begin_with_what_has_not_run(tmp_path):
-    one = Options([], tmp_path, "cuda", False, 1, "")
-    some = ["sync", "run-bf16", "facts", "peer-compiled"]  # of three parts
-    assert names(one._replace(names=some)) == some
-    assert names(one._replace(names=some), some) == some  # as asked, though they have results
-    several = [row.name for row in PARTS["several"][1]]
-    eight = Options(["several"], tmp_path, "cuda", False, 8, "")
-    assert names(eight) == several
-    done = {"collectives", "several-ep", "several-pp-1f1b"}
-    late = [name for name in several if name in done]
-    begins = [name for name in names(eight, done) if name not in ("several-ep", "several-pp-1f1b")]
-    assert begins == [*(name for name in several if name not in done), "collectives"]
-    assert sorted(names(eight, done)) == sorted(several) and late[0] == "collectives"
-    every = names(one, names(one)[:20])
-    assert every[0] == names(one)[20] and sorted(every) == sorted(names(one))
 
 
 def test_a_row_brings_its_base_into_the_call(tmp_path):
@@ -523,23 +324,6 @@ def test_a_row_brings_its_base_into_the_call(tmp_path):
         b in ("several-zero-3", "several-tp-ring") for b in bases)  # fmt: skip
     ratios = ("run-", "step-6-", "peer-", "several-zero", "several-fp8")
     assert all(row.base for row in EVERY if row.name.startswith(ratios) and row.name != "run-bf16")
-
-
-def test_results_of_another_size_or_device_are_no_results(play, tmp_path):
-    """Rows of small sizes do not count as run, and are not in the summary of the others."""
-    path, code = tmp_path / "out" / LINES, "append(path, {'row': 'a', 'what': 'the peer', " \
-        "'tokens_per_second': 7.0})"  # fmt: skip
-    rows = [row_of(path, "a", code), row_of(path, "b", "")]
-    began = time.time()
-    lines = play(rows, "a")[1]
-    assert began - 1 < lines[0]["begins"] <= time.time()  # whole seconds: floats keep six digits
-    order = [line["row"] for line in play(rows)[1] if line["what"] == "outcome"]
-    assert order == ["a", "b", "a"]  # b had not run
-    lines = play(rows, "--tiny")[1]
-    assert [line["row"] for line in lines if line["what"] == "outcome"][3:] == ["a", "b"]
-    small, large = (summary.of_kind(lines, ("cpu", tiny)) for tiny in (True, False))
-    assert summary.text(small, {}).count("a 7") == 1
-    assert summary.text(large, {}).count("a 7") == 2
 
 
 @pytest.mark.parametrize(
@@ -572,32 +356,6 @@ def test_a_row_of_tests_that_were_all_skipped_has_not_passed(said, code, outcome
     assert gpu_check.outcome_of(code, gpu_check.every()["test-nccl"], [], said) == outcome
 
 
-def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
-    asked, found = Options([], tmp_path, "cuda", False, 0, ""), {}
-    for row in EVERY:
-        if not row.words:
-            words = gpu_check.command(row, asked)
-            found.setdefault(words[words.index("--device") + 1], []).append(row.gpus)
-    assert found["cpu"] == [0] and 0 not in found["cuda"]
-
-
-def test_rows_whose_tests_start_the_program_need_its_packages():
-    start = re.compile(r"pretrain_llama\.py|from tests\.gpu\.test_trainer import")
-    paths = sorted((ROOT / "tests/gpu").glob("test_*.py"))
-    found = {f"tests/gpu/{path.name}" for path in paths if start.search(path.read_text())}
-    assert found == gpu_check.PROGRAM
-    for row in EVERY:
-        assert found.isdisjoint(row.words) or {"xxhash", "safetensors"} <= set(row.needs), row.name
-
-
-def test_the_makefile_installs_nothing_for_it():
-    text = (ROOT / "Makefile").read_text()
-    (rule,) = [line for line in text.splitlines() if line.startswith("gpu-check:")]
-    assert rule.split("##")[0].strip() == "gpu-check:"
-    command = text[text.index(rule) :].splitlines()[1]
-    assert command.startswith("\t@$(PYTHON) tests/gpu/check.py") and "pip" not in command
-
-
 def test_an_interpreter_without_torch_hands_over_or_says_what_to_do(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
@@ -609,40 +367,6 @@ def test_an_interpreter_without_torch_hands_over_or_says_what_to_do(monkeypatch,
     monkeypatch.setattr(gpu_check.os, "execv", lambda path, words: started.append(words))
     gpu_check.main(["steps", "--out", str(tmp_path)])
     assert started[0][0] == str(own) and started[0][2] == "steps"
-
-
-def test_launches_are_counted_by_the_kernel_where_it_is_ours():
-    from torch.autograd import DeviceType
-
-    from tests.gpu.steps import by_kernel, launches
-
-    numbers = iter(range(100))
-
-    def event(name, kernels=(), children=()):
-        return SimpleNamespace(
-            name=name, kernels=list(kernels), cpu_children=list(children), cpu_time_total=1.0,
-            id=next(numbers), device_type=DeviceType.CPU, is_user_annotation=False,
-        )  # fmt: skip
-
-    def kernel(name, annotation=False):
-        took = SimpleNamespace(elapsed_us=lambda: 2.0)
-        return SimpleNamespace(
-            name=name, kernels=[], id=next(numbers), device_type=DeviceType.CUDA, time_range=took,
-            is_user_annotation=annotation,
-        )  # fmt: skip
-
-    copied, normed, a, b = map(
-        kernel, ("void at::native::copy", "norm_forward_kernel_0d1d", "a", "b")
-    )
-    copy, mm = event("aten::copy_", [copied]), event("aten::mm", [a, b])
-    again = SimpleNamespace(**vars(mm))  # of the same number: torch gives it the kernels, too
-    norm, step = event("_RMSNorm", [normed]), kernel("Optimizer.step", annotation=True)
-    calls = [event("aten::to", [], [copy]), copy, mm, norm]
-    found = launches([*calls, again, copied, normed, a, b, step], cuda=True)
-    assert found == {"aten::copy_": 1, "aten::mm": 2, "triton::norm_forward_kernel": 1}
-    assert launches(calls, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
-    count, spent = by_kernel([*calls, again, copied, normed, a, b, step], cuda=True)
-    assert count["a"] == 1 and sum(spent.values()) == 8.0
 
 
 # ---- kernels without a GPU ----
@@ -672,40 +396,11 @@ def test_kernels_are_counted_shared_out_and_compiled_without_a_gpu(monkeypatch, 
     assert "globaltimer" in ptx.read_text() and list(tmp_path.rglob("*.cubin"))
 
 
-def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
-    triton = pytest.importorskip("triton", reason="this platform has no triton")
-    from tests.gpu.alone import compiling
-    from tests.gpu.hog import clock, hog_kernel
-
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    shares = []
-    for worker in (0, 1):
-        hog_kernel.jitted.device_caches.clear()
-        with compiling(worker, 2) as seen:
-            for dtype in (torch.int64, torch.int32, torch.float32):
-                hog_kernel.launch((1,), torch.empty(4, dtype=dtype), 1000, clock)
-        shares.append((len(seen.keys), seen.mine, len(list(tmp_path.rglob("*.cubin")))))
-    assert shares == [(3, 2, 2), (3, 1, 3)]
-
-
 # ---- the whole check, small ----
 
 # rows that only a GPU runs, and that say so
 GPU_ALONE = {"sync", "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck",
              "racecheck", "overlap-kernels", "test-activations", "test-nccl"}  # fmt: skip
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("name", [row.name for row in EVERY])
-def test_each_row_by_itself_at_small_sizes(tmp_path, name, capsys):
-    """It passes, or says that it needs a GPU; with its base, which it is compared with."""
-    code = gpu_check.main([name, *SMALL, "--out", str(tmp_path), "--seconds", "900"])
-    lines = read(tmp_path / LINES)
-    outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
-    assert code == 0 and outcomes.keys() >= {name}, outcomes
-    assert outcomes[name].startswith("skipped" if name in GPU_ALONE else "passed"), outcomes
-    base = gpu_check.every()[name].base
-    assert not base or name in GPU_ALONE or f"(of {base})" in capsys.readouterr().out
 
 
 # in every Python of the check: packages that are not there, and faults of rows by their names
