@@ -5,7 +5,6 @@
     python tests/draw_imports.py                          draws docs/imports.svg
     python tests/draw_imports.py --out a.png              a .svg or a .png elsewhere
     python tests/draw_imports.py --files mpu/comm         prints the files of a room, a line each
-    python tests/draw_imports.py --small 60               prints small modules with one importer
 
 Floors and rooms are those of tests/test_layering.py, which also proves that no arrow points up. An
 arrow that follows from others (a room imports what it imports through another room, too) is pale.
@@ -108,21 +107,6 @@ def draw(path: Path) -> None:
             )  # fmt: skip
 
 
-def small(most: int) -> list[tuple[int, str, str]]:
-    """Return (lines, file, its importer) of modules under `most` lines with exactly one importer.
-
-    pretrain_llama.py and the entry points among the tools have no importer and are not listed.
-    """
-    files, graph = names(), arrows(PRODUCT)
-    found = []
-    for module, name in files.items():
-        users = [other for other, seen in graph.items() if module in seen]
-        lines = len((ROOT / name).read_text().splitlines())
-        if len(users) == 1 and lines < most:
-            found.append((lines, name, files[users[0]]))
-    return sorted(found, key=lambda row: row[1])
-
-
 def described(room: str) -> list[tuple[str, str]]:
     """Return (file, first line of its docstring) of the product's files below a folder."""
     at = (ROOT / room).resolve()
@@ -138,20 +122,11 @@ def main(argv: list[str] | None = None) -> int:
     """Draw, or print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=PICTURE, help="the .svg or .png (docs/)")
-    parser.add_argument(
-        "--small", type=int, metavar="LINES", help="print modules of fewer lines with one importer"
-    )
     parser.add_argument("--files", metavar="ROOM", help="print the files of a folder, a line each")
     args = parser.parse_args(argv)
     if args.files is not None:
         for name, said in described(args.files):
             print(f"{name:<44} {said}")
-        return 0
-    if args.small is not None:
-        rows = small(args.small)
-        for lines, name, user in rows:
-            print(f"{lines:>4}  {name:<44} {user}")
-        print(f"{len(rows)} modules of fewer than {args.small} lines have exactly one importer")
         return 0
     try:
         draw(args.out)
