@@ -199,16 +199,20 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
     names = dict.fromkeys(name for record in records for name in record)
     ranks = config.parallel.pipeline_model_parallel_size
 
-    def at(name: str, layers: float) -> float:
-        return at_layers(play, [record.get(name, 0.0) for record in records], layers)
+    def at(name: str, chunks: Sequence[int], recorded: int = 1) -> float:
+        """Return a number of chunks of so many layers, as a mean of those that are recorded."""
+        layers = sum(chunks) / recorded
+        again = sum(min(play.again, n) for n in chunks) / recorded
+        return at_layers(play, [record.get(name, 0.0) for record in records], layers, again)
 
     def of_chunk(kind: str, part: str, chunk: int) -> float:
         recorded = min(chunk, play.chunks - 1)
-        return at(SEPARATOR.join((kind, part, str(recorded))), play.cut[chunk]) / count
+        return at(SEPARATOR.join((kind, part, str(recorded))), play.cut[chunk : chunk + 1]) / count
 
-    mean = sum(play.cut) / play.chunks
     of_stages = tuple(kind + SEPARATOR for kind in (STAGE, LAYERS))
-    found = {name: at(name, mean) for name in names if not name.startswith(of_stages)}
+    found = {
+        name: at(name, play.cut, play.chunks) for name in names if not name.startswith(of_stages)
+    }
     step, exposed = found[STEP], without_negatives(of_kind(found, EXPOSED))
     if ranks > 1:
         schedule = schedule_of(config, count)
@@ -265,14 +269,13 @@ def at_count(points: Sequence[Any], count: int) -> Numbers:
     return found | ({SEND: high[SEND]} if SEND in high else {})
 
 
-def at_layers(play: Play, values: Sequence[float], layers: float) -> float:
-    """Return a number of so many layers a stage, from the records'."""
+def at_layers(play: Play, values: Sequence[float], layers: float, again: float) -> float:
+    """Return a number of so many layers a stage, `again` of them run again, from the records'."""
     if len(values) == 1:
         return values[0]
     first, second = play.points[:2]
     one = (values[1] - values[0]) / (second.layers - first.layers)
     found = values[0] + one * (layers - first.layers)
     if len(values) == 3:
-        again = min(play.again, layers)
         found += (values[2] - values[1]) * (again - first.again)
     return found
