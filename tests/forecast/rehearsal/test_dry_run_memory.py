@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dry run's bytes are within 2% of what a rehearsal counts, for the examples' ranks.
 
-Of layouts drawn at random tests/forecast/planner/test_ten_plans.py holds the same.
+Of layouts drawn at random test_drawn_memory.py holds the same.
 """
 
 import json
