@@ -4,10 +4,9 @@
 A picture drawn again by the same matplotlib is the same file, bit for bit.
 """
 
-import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,19 +155,6 @@ def without_middle(text: str, letters: int) -> str:
         return text
     tail = letters // 2
     return f"{text[: letters - tail].rstrip()}…{text[len(text) - tail :].lstrip()}"
-
-
-def short_names(names: Sequence[str], letters: int) -> list[str]:
-    """Return names of at most about so many letters each, which differ where the names do.
-
-    What all of them begin with goes first, then the middle; a number tells equal ones apart.
-    """
-    lines = [one_line(name) for name in names]
-    if len(lines) > 1 and max(map(len, lines)) > letters:
-        same = len(os.path.commonprefix(lines))
-        lines = [f"…{line[same:]}" if same > 3 else line for line in lines]
-    short = [without_middle(line, letters) for line in lines]
-    return [f"{i}: {line}" if short.count(line) > 1 else line for i, line in enumerate(short, 1)]
 
 
 def shapes(picture: Path) -> list[str]:
