@@ -172,9 +172,8 @@ def do_convert(args: argparse.Namespace) -> int:
     shard = int((args.max_shard_size or 5.0) * 1e9)
     with waiting("converting") as progress:
         read = export_hf(
-            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file,
-            fused=bool(args.fused_experts), progress=progress,
-        )  # fmt: skip
+            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file, progress
+        )
     say(f"{read} -> {args.to_hf}")
     return 0
 
@@ -310,10 +309,6 @@ def parser() -> Parser:
         "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"
     )
     sub.add_argument(
-        "--fused-experts", action="store_true", default=None,
-        help="with --to-hf: experts as transformers 5 holds them, two tensors a layer",
-    )  # fmt: skip
-    sub.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="with --to-hf: take its tokenizer's files"
     )
     sub = command(
@@ -352,7 +347,7 @@ def check(args: argparse.Namespace) -> None:
         allowed_with: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
         allowed_with |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
         allowed_with |= dict.fromkeys(("hf_config", "no_load_optim"), ("from_mcore",))
-        out = ("load", "dtype", "max_shard_size", "tokenizer", "fused_experts")
+        out = ("load", "dtype", "max_shard_size", "tokenizer")
         allowed_with |= dict.fromkeys(out, ("to_hf",)) | {"load": ("to_hf", "to_mcore")}
         ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf", "to_mcore")
         (way,) = (name for name in ways_in if getattr(args, name))
