@@ -39,8 +39,8 @@ from tools.bisect.checkouts import NoCheckout, checkout
 from tools.bisect.lines import Step, first_step, same_machine
 from tools.bisect.ranks import ROOT, RunError, run
 from tools.bisect.recorded import RANKS
-from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
-from tools.compare.first_difference import OF_THE_LAYOUT, Allowed, allowed
+from tools.bisect.sides import Named, named, replay_flags, run_side
+from tools.compare.first_difference import Allowed, allowed
 from tools.compare.join import Side
 from tools.compare.verdict import Verdict, verdict_of
 from training.files.untrusted import first_of, printable, private, sentence
@@ -178,7 +178,7 @@ def bisect(
             if failed := run_side(side, work, steps, limit):
                 found.notes.append(f"{side.letter} failed: {failed}")
     sides = (a.lines, b.lines)
-    may = allowed(*layouts(a, b))
+    may = allowed(a.lines.config, b.lines.config)
     if why := same_machine(*sides):
         found.notes.append(f"{why}: equal bits are not expected, so sketches are compared")
         may = replace(may, exact=False, why=why)
@@ -209,28 +209,10 @@ def bisect(
     return found
 
 
-def layouts(a: Named, b: Named) -> list[dict[str, Any]]:
-    """Return the settings of both; of a side that wrote none, and then of both, those of the flags
-    that say its layout.
-    """
-    if all(side.lines.config for side in (a, b)) or None in (a.program, b.program):
-        return [side.lines.config for side in (a, b)]
-    found = []
-    for side in (a, b):
-        assert side.program is not None
-        argv, layout = side.program.argv, {}
-        for name in (*OF_THE_LAYOUT, "parallel.pipeline_model_parallel_size"):
-            flag = "--" + name.rpartition(".")[2].replace("_", "-")
-            size = value_of(argv, flag) or "1" * flag.endswith("-size") or flag in argv
-            layout[name] = int(size) if str(size).isdigit() else size
-        found.append({**layout, "parallel.world_size": side.program.world})
-    return found
-
-
 def different_settings(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
-    if not ours or not theirs:  # an older commit's run without a save says none
+    if not ours or not theirs:  # neither digests nor a save say them
         return {}
     places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
     names = [name for name in {**ours, **theirs} if not name.startswith(places)]
