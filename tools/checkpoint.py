@@ -172,7 +172,7 @@ def do_convert(args: argparse.Namespace) -> int:
     shard = int((args.max_shard_size or 5.0) * 1e9)
     with waiting("converting") as progress:
         read = export_hf(
-            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file, progress
+            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file, progress=progress
         )
     say(f"{read} -> {args.to_hf}")
     return 0
