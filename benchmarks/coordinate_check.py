@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=4, help="training steps of each model")
     parser.add_argument("--seeds", type=int, default=4, help="models of each width")

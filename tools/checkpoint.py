@@ -221,8 +221,7 @@ def gigabytes(text: str) -> float:
 
 def parser() -> Parser:
     """Build the parser of all commands and their flags."""
-    shape = argparse.RawDescriptionHelpFormatter
-    main = Parser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    main = Parser(__doc__)
     commands = main.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, does: str, more: str = "") -> Parser:
@@ -230,8 +229,6 @@ def parser() -> Parser:
             name,
             help=does,
             description=f"{does[0].upper()}{does[1:]}.\n\n{more}".rstrip(),
-            formatter_class=shape,
-            allow_abbrev=False,
         )
         made.set_defaults(do=globals()[f"do_{name}"])
         if name != "prune":  # it removes what it reads

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
     what.add_argument("--all", type=Path, metavar="DIR", help="draw each of them into DIR")

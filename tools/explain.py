@@ -249,10 +249,8 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = Parser(
-        description=(__doc__ or "").split("\n\n")[0], usage="%(prog)s [...] [-- FLAGS]",
-        epilog="FLAGS: others of pretrain_llama.py",
-    )  # fmt: skip
+    about = "FLAGS: others of pretrain_llama.py"
+    parser = Parser(__doc__, usage="%(prog)s [...] [-- FLAGS]", epilog=about)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")

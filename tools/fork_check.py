@@ -41,6 +41,7 @@ from mpu.launch import bind_loopback
 from mpu.torch_private import running_node
 from pretrain_llama import model_provider
 from tools.bisect.sides import value_of
+from tools.command_line import Parser
 from tools.compare.first_difference import Allowed, compare
 from tools.compare.join import Side
 from tools.compare.launch import Ended, Tell, launch, where
@@ -129,11 +130,7 @@ class Ranks:
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's arguments, and those after `--`: flags of the run."""
     at = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        allow_abbrev=False,
-        usage="%(prog)s [...] [-- FLAGS]",
-    )
+    parser = Parser(__doc__, usage="%(prog)s [...] [-- FLAGS]")
     add = parser.add_argument
     add("--model", metavar="FILE", help="the model's file, as --model-file names it")
     add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')

@@ -290,7 +290,7 @@ def _draw_panel(axes: Any, runs: dict[str, Run], axis: str, panel: str) -> None:
 
 def main() -> None:
     """Read the logs and draw them."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="files of --log-json")
     parser.add_argument(
         "--names", nargs="+", metavar="NAME", help="of the runs (default: their folders' names)"
