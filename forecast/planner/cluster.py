@@ -12,6 +12,7 @@ is two ranks on the cores of a machine without GPUs (forecast/planner/devices/cp
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -233,6 +234,21 @@ def _levels(path: Path, found: Any, node: int) -> tuple[Level, ...]:
         levels.append(Level(str(entry["name"]), gpus, rate, entry["latency_us"] * 1e-6,
                             entry["oversubscription"]))  # fmt: skip
     return tuple(levels)
+
+
+def content_of(
+    name: str, device: str, nodes: int, node: int, levels: Sequence[Level], source: str
+) -> dict[str, Any]:
+    """Return a cluster file's content, as read_cluster takes it."""
+    return {
+        "name": name, "device": device, "nodes": nodes, "gpus_per_node": node,
+        "levels": [
+            {"name": level.name, "gpus": level.gpus, "gbps_per_gpu": level.bandwidth / GBPS,
+             "latency_us": level.latency * 1e6, "oversubscription": level.oversubscription}
+            for level in levels
+        ],
+        "source": source,
+    }  # fmt: skip
 
 
 def _number(path: Path, key: str, value: Any, least: float, integer: bool = False) -> None:
