@@ -3,11 +3,11 @@
 """Run one tiny training step and print its collectives and messages: who, where, how much, why.
 
     python tools/explain.py --tp 2            (make explain TP=2)
-    python tools/explain.py --tp 2 --dp 2 --micro-batches 2 -- --recompute-granularity full
+    python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
     python tools/explain.py --pp 2 --schedule zb-v --micro-batches 3
     python tools/explain.py --dp 2 --zero 3
-    python tools/explain.py --tp 2 --dp 2 --zero 1 -- --optimizer muon
-    python tools/explain.py --cp 2 -- --cp-comm-type all_gather
+    python tools/explain.py --tp 2 --dp 2 --zero 1 --optimizer muon
+    python tools/explain.py --cp 2 --cp-comm-type all_gather
     python tools/explain.py --tp 2 --dp 2 --timeline step.svg
 
 It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
@@ -45,10 +45,11 @@ from forecast.explainer.timeline import Streams, streams, streams_of
 from forecast.explainer.trace import Explainer
 from forecast.traffic import Totals, totals, traffic
 from mpu.comm.collectives import gather_bytes
-from mpu.grid import Grid
+from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
+from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.delayed import AmaxHistory
-from mpu.layers.float8.rows import BLOCKS
+from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from mpu.torch_private import running_node
 from pretrain_llama import build, train_step
@@ -65,6 +66,7 @@ from training.run.stop import Agreement
 from training.run.waiting import waiting
 from training.settings import batch_size
 from training.settings.config import Config
+from training.settings.update_rules import RULES
 
 MOST_RANKS = 16
 ABOUT = (
@@ -247,25 +249,37 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     """Return the config of the step for a command line, and the file of --timeline. Raises
     ValueError with one sentence.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    at = words.index("--") if "--" in words else len(words)
-    about = "FLAGS: others of pretrain_llama.py"
-    parser = Parser(__doc__, usage="%(prog)s [...] [-- FLAGS]", epilog=about)
+    parser = Parser(__doc__)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
+    parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="of attention")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
+    parser.add_argument("--rank-order", default="-".join(ORDER), help="of the axes, fastest first")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO level")
     parser.add_argument("--layers", type=int, help="transformer layers; 2, or one a stage")
     parser.add_argument("--micro-batches", type=int, help="of a step; 1, or one a pipeline rank")
     parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
     parser.add_argument("--no-sequence-parallel", action="store_true")
+    parser.add_argument("--recompute-granularity", choices=("selective", "full"))
+    parser.add_argument(
+        "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
+    )
+    parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
+    parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
+    parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="of the update")
+    parser.add_argument(
+        "--overlap-moe-expert-parallel-comm", action="store_true",
+        help="a forward during a backward; with --micro-batches of at least 2",
+    )  # fmt: skip
+    parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw it: .svg or .png")
-    a = parser.parse_args(words[:at])
+    a = parser.parse_args(argv)
     if a.timeline:
         check_name(a.timeline)
-    for flag in ("tp", "cp", "dp", "pp", "layers", "micro_batches"):
+    for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
     if (world := a.tp * a.cp * a.dp * a.pp) > MOST_RANKS:
@@ -274,6 +288,21 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
             f"{sizes} is {world} processes on this machine: at most {MOST_RANKS}; the order of the "
             "collectives is the same with 2 a side"
         )
+    more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
+    if a.recompute_granularity:
+        more += ["--recompute-granularity", a.recompute_granularity]
+    if a.fp8_recipe:
+        more += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", a.fp8_recipe]
+    if a.num_experts:
+        more += ["--num-experts", str(a.num_experts), "--moe-router-force-load-balancing"]
+        more += ["--moe-token-dispatcher-type", a.dispatcher, "--expert-tensor-parallel-size", "1"]
+        more += ["--moe-shared-expert-intermediate-size", "80"] * a.shared_expert
+    if a.overlap_moe_expert_parallel_comm:
+        more.append("--overlap-moe-expert-parallel-comm")
+    if a.ep > 1:
+        more += ["--expert-model-parallel-size", str(a.ep)]
+    if a.optimizer != "adam":
+        more += ["--optimizer", a.optimizer]
     config = tiny(
         a.tp,
         a.dp,
@@ -285,7 +314,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
         tied=a.tied,
         zero=a.zero,
         cp=a.cp,
-        more=words[at + 1 :],
+        more=more,
     )
     return config, a.timeline
 
