@@ -44,7 +44,7 @@ DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 LOSS = "        return self.loss(h, labels.t()).t()  # [b, s]\n"
 SUM = "        squares = reduce_from_tensor_model_parallel_region(squares, tp, self)\n"
 BACK = "        squares = copy_to_tensor_model_parallel_region(squares, tp, self)\n"
-SWAPPED = "with the same weights its logits differ"
+SWAPPED = "are exchanged: hf_names has them swapped"
 THEIRS = "its logits differ from those of transformers'"
 
 MISTAKES = {

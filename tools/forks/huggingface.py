@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in 
 IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
 # fields that are not in transformers' config, or null there: a value that changes its logits
 ABSENT = {"is_causal": False, "sliding_window": 2}
+NUMBER = re.compile(r"\.\d+\.")
 
 
 def compare(
@@ -184,7 +186,8 @@ class _Theirs:
         error = float((want - ours).norm() / want.norm())
         if not error <= SAME:
             line = f"with the same weights its logits differ from those of transformers' {name} by "
-            line += f"{error:.2g} of their norm: {self.first_apart(theirs)}"
+            line += f"{error:.2g} of their norm"
+            line += self.swapped(theirs, ours) or f": {self.first_apart(theirs)}"
             return [("transformers", "", line)], []
         found, count = self.fields(config, want)
         note = f"its logits are those of transformers' {name} to {error:.1g}, and so are those of "
@@ -268,6 +271,7 @@ class _Theirs:
         have made it of those that agree. One that differs and makes one that agrees is of a module
         that does more there, as an embedding that scales.
         """
+        self.load(theirs)  # `swapped` has left others
         model, file = self.model(self.config), self.file.__file__
         names, alike = self.file.hf_names(model), dict[str, list[str]]()
         there: dict[tuple[str, str], Tensor] = {}
@@ -319,6 +323,28 @@ class _Theirs:
                 return what + own * bool(lines)
         after = f" after {agree[-1][0]}" if agree else ""
         return f"the model computes something else{after}"
+
+    def swapped(self, theirs: Any, ours: Tensor) -> str:
+        """Say which two names the logits fit with, if they were exchanged, or ""."""
+        kinds: dict[str, list[str]] = {}
+        for name in self.weights:
+            kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
+        right = self.weights
+        for one, two in combinations(kinds, 2):
+            pairs = list(zip(kinds[one], kinds[two], strict=False))
+            if any(right[a].shape != right[b].shape for a, b in pairs):
+                continue
+            self.weights = right | {a: right[b] for a, b in pairs}
+            self.weights |= {b: right[a] for a, b in pairs}
+            self.load(theirs)
+            off = (self.logits(theirs) - ours).norm() / ours.norm()
+            self.weights = right
+            if off <= SAME:
+                return (
+                    f", and agree where {one} and {two} are exchanged: hf_names has them swapped, "
+                    "or forward takes one for the other"
+                )
+        return ""
 
     def fields(self, config: Any, want: Tensor) -> tuple[list[Finding], int]:
         """Vary the fields; return findings and how many change transformers' logits."""
