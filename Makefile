@@ -16,7 +16,7 @@ takes.prove        := PART
 takes.chaos        := CASES SEED MINUTES KINDS ONLY OUT
 takes.rehearse     := WORLD RANK DEVICE EXAMPLE ARGS
 takes.explain      := TP CP CP_COMM DP PP ZERO LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 EXPERTS EP DISPATCHER SHARED OVERLAP OPTIMIZER TIMELINE
-takes.fork-check   := MODEL FULL ONLY ARGS
+takes.fork-check   := MODEL ONLY ARGS
 takes.bench        := CASES COMPILE
 takes.bench-pipeline := CASES
 takes.bench-zero   := CASES LEVELS DEEPSPEED
@@ -104,9 +104,8 @@ explain: setup ## print every collective and message of one tiny step (TP=2 CP=2
 	  $(call flag,FP8,--fp8-recipe) $(call flag,EXPERTS,--num-experts) $(call flag,EP,--ep) $(call flag,DISPATCHER,--dispatcher) $(if $(filter 1,$(call given,SHARED)),--shared-expert) $(call flag,OPTIMIZER,--optimizer) \
 	  $(if $(filter 1,$(call given,OVERLAP)),--overlap-moe-expert-parallel-comm) $(call flag,TIMELINE,--timeline)
 
-fork-check: setup ## check a model's file: one rank against every kind of layout, 1 to 2 minutes (MODEL=path/to/fork.py FULL=1 ONLY="tp 2; dp 2" ARGS="--own-flag 3")
-	@$(RUN) tools/fork_check.py $(call flag,MODEL,--model) $(if $(filter 1,$(call given,FULL)),--full) \
-	  $(if $(call given,ONLY),--only "$(ONLY)") $(if $(call given,ARGS),-- $(ARGS))
+fork-check: setup ## check a model's file: one rank against every kind of layout, 1 to 2 minutes (MODEL=path/to/fork.py ONLY="tp 2; dp 2" ARGS="--own-flag 3")
+	@$(RUN) tools/fork_check.py $(call flag,MODEL,--model) $(if $(call given,ONLY),--only "$(ONLY)") $(if $(call given,ARGS),-- $(ARGS))
 
 lint: setup ## run ruff on all files, and mypy --strict on all of the product
 	$(RUN) -m ruff check .

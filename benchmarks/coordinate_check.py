@@ -33,7 +33,6 @@ from mpu.grid import Grid
 from mpu.zero.bucket_layout import block_of
 from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, axes_at, check_name, page
-from tools.plot_loss import spread
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
@@ -200,35 +199,26 @@ def draw(
     with page(output, 7.6, 4.0, title, below) as figure:
         panels: list[Any] = []
         for i, mode in enumerate(MODES):
-            axes = axes_at(figure, 0.7 + 3.5 * i, 1.0, 2.3, 2.4, sharey=(panels or [None])[0])
+            axes = axes_at(figure, 0.7 + 3.5 * i, 1.0, 2.1, 2.4, sharey=(panels or [None])[0])
             panels.append(axes)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=10)
             axes.set_title(mode, loc="left", fontsize=9)
             axes.set_xlabel("hidden size")
             axes.set_xticks(list(widths), [str(w) for w in widths])
-            for colour, kind in zip(PALETTE, slopes(widths, found[mode]), strict=False):
+            of = slopes(widths, found[mode])
+            for colour, kind in zip(PALETTE, of, strict=False):
                 points = [found[mode][w][kind] for w in widths]
-                axes.plot(widths, points, color=colour, marker="o", markersize=3)
-        low, high = map(math.log10, panels[0].get_ylim())
-        for axes, mode in zip(panels, MODES, strict=True):  # names, one above the other
-            last, of = found[mode][widths[-1]], slopes(widths, found[mode])
-            colours = dict(zip(of, PALETTE, strict=False))
-            kinds = sorted(colours, key=lambda kind, last=last: last[kind])  # type: ignore[misc]
-            scale = 2.4 * 72 / (high - low)  # points
-            places = [(math.log10(last[kind]) - low) * scale for kind in kinds]
-            for kind, at, moved in zip(kinds, places, spread(places, 9), strict=True):
-                axes.annotate(
-                    f"{kind} {of[kind]:+.2f}", (widths[-1], last[kind]), (5, moved - at),
-                    textcoords="offset points", color=colours[kind], fontsize=8, va="center",
-                )  # fmt: skip
+                label = f"{kind} {of[kind]:+.2f}"
+                axes.plot(widths, points, color=colour, marker="o", markersize=3, label=label)
+            axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=4, help="training steps of each model")
     parser.add_argument("--seeds", type=int, default=4, help="models of each width")

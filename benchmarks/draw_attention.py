@@ -110,7 +110,7 @@ def table(cp: int, documents: tuple[int, ...], window: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, print the shares, draw the picture; return the exit status."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--cp", type=int, default=4, help="context-parallel ranks (4)")
     parser.add_argument(
         "--documents", type=_lengths, default=(64,), metavar="N,N,...",

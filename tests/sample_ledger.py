@@ -119,7 +119,7 @@ def passed_over(config: Config) -> set[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and print the ledger; return the exit status."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--first-step", type=integer(high=1 << 40), default=1, help="step to begin with, from 1"
     )

@@ -98,7 +98,8 @@ OURS = "mpu|model|estimate|training|tools|benchmarks|tests|csrc|examples"
 NOT_OURS = {"training/training.py", "training/argument_utils.py"}  # Megatron-LM's: docs/megatron.md
 PLACEHOLDERS = {"mpu/optim/NAME.py"}
 GONE = {
-    f"tools/{name}.py" for name in ("supervise", "ledger", "coordinate_check", "plot_experts")
+    f"tools/{name}.py"
+    for name in ("supervise", "ledger", "coordinate_check", "plot_experts", "probe_topology")
 }  # in CHANGELOG.md
 
 

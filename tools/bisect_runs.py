@@ -39,8 +39,9 @@ from tools.bisect.checkouts import NoCheckout, checkout
 from tools.bisect.lines import Step, first_step, same_machine
 from tools.bisect.ranks import ROOT, RunError, run
 from tools.bisect.recorded import RANKS
-from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
-from tools.compare.first_difference import OF_THE_LAYOUT, Allowed, allowed
+from tools.bisect.sides import Named, named, replay_flags, run_side
+from tools.command_line import Parser, integer
+from tools.compare.first_difference import Allowed, allowed
 from tools.compare.join import Side
 from tools.compare.verdict import Verdict, verdict_of
 from training.files.untrusted import first_of, printable, private, sentence
@@ -74,19 +75,9 @@ class Outcome:
         }  # fmt: skip
 
 
-def count(text: str) -> int:
-    """Parse a count of at least 1, for add_argument."""
-    if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{printable(text[:40])} is not a whole number from 1 on")
-    return int(text)
-
-
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False,
-        epilog="docs/bisect.md has three worked cases.",
-    )  # fmt: skip
+    parser = Parser(__doc__, epilog="docs/bisect.md has three worked cases.")
     add = parser.add_argument
     add("a", metavar="A", help="a folder of a run, or a command line in quotes")
     add("b", metavar="B", nargs="?", default="", help="the same; default: the flags of A")
@@ -94,11 +85,11 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
         commit = f"--commit-{side}"
         add(commit, metavar="COMMIT", help=f"the checkout that makes {side.upper()}'s steps")
         ranks = f"the processes of {side.upper()}; a folder itself may ask for {RANKS} at most"
-        add(f"--ranks-{side}", type=count, metavar="N", help=ranks)
+        add(f"--ranks-{side}", type=integer(1), metavar="N", help=ranks)
         own = f"for a folder: the model's file of {side.upper()}, which is code, if not of model/"
         add(f"--model-file-{side}", type=Path, metavar="FILE", help=own)
-    add("--steps", type=count, metavar="N", help="for a command line: run at most this many steps")
-    add("--step", type=count, metavar="N", help="compare this step only")
+    add("--steps", type=integer(1), metavar="N", help="of a command line: run at most N steps")
+    add("--step", type=integer(1), metavar="N", help="compare this step only")
     add("--out", type=Path, metavar="FOLDER", help="where the report and all files go")
     add("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (900)")
     return parser.parse_args(argv)
@@ -178,7 +169,7 @@ def bisect(
             if failed := run_side(side, work, steps, limit):
                 found.notes.append(f"{side.letter} failed: {failed}")
     sides = (a.lines, b.lines)
-    may = allowed(*layouts(a, b))
+    may = allowed(a.lines.config, b.lines.config)
     if why := same_machine(*sides):
         found.notes.append(f"{why}: equal bits are not expected, so sketches are compared")
         may = replace(may, exact=False, why=why)
@@ -209,28 +200,10 @@ def bisect(
     return found
 
 
-def layouts(a: Named, b: Named) -> list[dict[str, Any]]:
-    """Return the settings of both; of a side that wrote none, and then of both, those of the flags
-    that say its layout.
-    """
-    if all(side.lines.config for side in (a, b)) or None in (a.program, b.program):
-        return [side.lines.config for side in (a, b)]
-    found = []
-    for side in (a, b):
-        assert side.program is not None
-        argv, layout = side.program.argv, {}
-        for name in (*OF_THE_LAYOUT, "parallel.pipeline_model_parallel_size"):
-            flag = "--" + name.rpartition(".")[2].replace("_", "-")
-            size = value_of(argv, flag) or "1" * flag.endswith("-size") or flag in argv
-            layout[name] = int(size) if str(size).isdigit() else size
-        found.append({**layout, "parallel.world_size": side.program.world})
-    return found
-
-
 def different_settings(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
-    if not ours or not theirs:  # an older commit's run without a save says none
+    if not ours or not theirs:  # neither digests nor a save say them
         return {}
     places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
     names = [name for name in {**ours, **theirs} if not name.startswith(places)]

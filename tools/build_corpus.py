@@ -328,7 +328,7 @@ def _is_source(path: Path) -> bool:
 
 def main() -> None:
     """Build the corpus and print what it holds."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="folder to write into")
     parser.add_argument(
         "--library",

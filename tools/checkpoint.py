@@ -172,9 +172,8 @@ def do_convert(args: argparse.Namespace) -> int:
     shard = int((args.max_shard_size or 5.0) * 1e9)
     with waiting("converting") as progress:
         read = export_hf(
-            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file,
-            fused=bool(args.fused_experts), progress=progress,
-        )  # fmt: skip
+            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file, progress=progress
+        )
     say(f"{read} -> {args.to_hf}")
     return 0
 
@@ -222,8 +221,7 @@ def gigabytes(text: str) -> float:
 
 def parser() -> Parser:
     """Build the parser of all commands and their flags."""
-    shape = argparse.RawDescriptionHelpFormatter
-    main = Parser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    main = Parser(__doc__)
     commands = main.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, does: str, more: str = "") -> Parser:
@@ -231,8 +229,6 @@ def parser() -> Parser:
             name,
             help=does,
             description=f"{does[0].upper()}{does[1:]}.\n\n{more}".rstrip(),
-            formatter_class=shape,
-            allow_abbrev=False,
         )
         made.set_defaults(do=globals()[f"do_{name}"])
         if name != "prune":  # it removes what it reads
@@ -310,10 +306,6 @@ def parser() -> Parser:
         "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"
     )
     sub.add_argument(
-        "--fused-experts", action="store_true", default=None,
-        help="with --to-hf: experts as transformers 5 holds them, two tensors a layer",
-    )  # fmt: skip
-    sub.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="with --to-hf: take its tokenizer's files"
     )
     sub = command(
@@ -352,7 +344,7 @@ def check(args: argparse.Namespace) -> None:
         allowed_with: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
         allowed_with |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
         allowed_with |= dict.fromkeys(("hf_config", "no_load_optim"), ("from_mcore",))
-        out = ("load", "dtype", "max_shard_size", "tokenizer", "fused_experts")
+        out = ("load", "dtype", "max_shard_size", "tokenizer")
         allowed_with |= dict.fromkeys(out, ("to_hf",)) | {"load": ("to_hf", "to_mcore")}
         ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf", "to_mcore")
         (way,) = (name for name in ways_in if getattr(args, name))

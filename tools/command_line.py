@@ -36,11 +36,13 @@ OTHER_NAMES = {
 
 class Parser(argparse.ArgumentParser):
     """Print mistakes without obeying what they quote, such as escape codes for the terminal; refuse
-    an empty Path, which would be the folder one stands in.
+    an empty Path, which would be the folder one stands in. doc: of the tool, for --help.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, doc: str | None = None, **options: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        own = {"description": doc, "formatter_class": raw, "allow_abbrev": False}
+        super().__init__(**{**own, **options})
         self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
@@ -63,15 +65,12 @@ class Parser(argparse.ArgumentParser):
                 word = f"{dashed}{equals}{value}"
             elif " " in word:  # to argparse, too: a value, such as the flags of another program
                 pass
-            elif word.startswith("--") and name not in known and not self._shortens(name, known):
+            elif word.startswith("--") and name not in known:
                 unknown.append(name + _meant(dashed, known))
             words.append(word)
         if unknown:
             self.error("not a flag of this tool: " + "; ".join(unknown))
         return super().parse_args(words, namespace)
-
-    def _shortens(self, name: str, known: Sequence[str]) -> bool:
-        return self.allow_abbrev and any(flag.startswith(name) for flag in known)
 
     def _flags(self) -> list[str]:
         """Return the flags of this parser and of its commands."""

@@ -57,7 +57,7 @@ Scores = dict[str, dict[str, float]]  # by task, by metric
 
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     """Read the flags."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add(
         "--load",

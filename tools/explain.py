@@ -249,7 +249,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     """Return the config of the step for a command line, and the file of --timeline. Raises
     ValueError with one sentence.
     """
-    parser = Parser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="of attention")

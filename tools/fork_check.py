@@ -7,9 +7,9 @@
 
 One rank is right by definition, but for its gradients, which are compared with differences of the
 loss, and for decode, which is compared with forward. Every other layout must then have the same
-initial weights, loss, gradients, updates and decode, load what another has saved, and keep and send
-what the dry run says. Prints one table, and a sentence for whatever disagrees. Exit code: 0 if all
-agree, 1 if something does not, 2 for a mistake in the command line.
+initial weights, loss, gradients, updates and decode, and load what another has saved. Prints one
+table, and a sentence for whatever disagrees. Exit code: 0 if all agree, 1 if something does not, 2
+for a mistake in the command line.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from mpu.launch import bind_loopback
 from mpu.torch_private import running_node
 from pretrain_llama import model_provider
 from tools.bisect.sides import value_of
+from tools.command_line import Parser
 from tools.compare.first_difference import Allowed, compare
 from tools.compare.join import Side
 from tools.compare.launch import Ended, Tell, launch, where
@@ -129,14 +130,9 @@ class Ranks:
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's arguments, and those after `--`: flags of the run."""
     at = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        allow_abbrev=False,
-        usage="%(prog)s [...] [-- FLAGS]",
-    )
+    parser = Parser(__doc__, usage="%(prog)s [...] [-- FLAGS]")
     add = parser.add_argument
     add("--model", metavar="FILE", help="the model's file, as --model-file names it")
-    add("--full", action="store_true", help="every layout of up to 8 ranks; takes long")
     add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')
     add("--own-loss", action="store_true", help="the loss is not its logits' cross entropy")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for one layout (60)")
@@ -155,7 +151,7 @@ def experts_of(model: str, own: Sequence[str]) -> int:
     return int(given) if given and given.isdigit() else default if isinstance(default, int) else 0
 
 
-def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
+def fitting(desk: Desk, experts: int, one: Case) -> tuple[str, ...]:
     """Return the first sizes with which the model runs on one rank, and has all kinds of layers
     that more layers have, unless each layer is of its own kind; else the usual ones.
     """
@@ -165,7 +161,7 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
         best: tuple[str, ...] = ()
         most = count = 0
         for layers in LAYERS:
-            some = sizes(full, experts, known, needs | layers)
+            some = sizes(experts, known, needs | layers)
             with suppress(Exception):
                 config = replace(desk, sizes=some).config(one)
                 model = model_provider(config, meta_context(config, Grid()))
@@ -177,7 +173,7 @@ def fitting(desk: Desk, full: bool, experts: int, one: Case) -> tuple[str, ...]:
                     best, most, count = some, kinds, len(numbers)
         if best:
             return with_short_windows(replace(desk, sizes=best), one)
-    return made or sizes(full, experts, known)
+    return made or sizes(experts, known)
 
 
 def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
@@ -193,12 +189,12 @@ def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
     return made
 
 
-def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
+def chosen(only: str, experts: bool = False) -> list[Case]:
     """Return the cases, those of one rank first. Raises ValueError for a name that is none's.
 
     experts: of a model that has some, whose layouts deal them out, too.
     """
-    every = cases(full, experts)
+    every = cases(experts)
     names = [name.strip() for name in only.split(";") if name.strip()]
     for name in names:
         if name not in [case.name for case in every]:
@@ -267,8 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             running_node()
             experts = experts_of(model, own)
-            some = chosen(options.full, options.only, experts > 0)
-            desk.sizes = fitting(desk, options.full, experts, some[0])
+            some = chosen(options.only, experts > 0)
+            desk.sizes = fitting(desk, experts, some[0])
             for case in some:
                 if case.oracle:
                     desk.config(case)

@@ -37,7 +37,7 @@ from model.load import model_file_of, saved_config
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from tools.command_line import Parser, add_tokenizer, integer, model_of
+from tools.command_line import Parser, add_tokenizer, integer, model_of, number
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
 from training.checkpoint.find import at_or_below, why_none
 from training.checkpoint.header import BY_NAME
@@ -260,26 +260,15 @@ def threads_for(parameters: int, cores: int) -> int:
 
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     """Read the flags."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="where checkpoints were saved")
     add("--prompt", default="", help="text to continue; default: begin a document")
-    add(
-        "--max-new-tokens",
-        type=integer(),
-        default=200,
-        metavar="N",
-        help="tokens a sample (200)",
-    )
-    add(
-        "--num-samples",
-        type=integer(high=1 << 16),
-        default=1,
-        metavar="N",
-        help="continuations (1)",
-    )
-    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
-    add("--top-k", type=integer(), default=0, help="draw among the k likeliest tokens (0: all)")
+    add("--max-new-tokens", type=integer(1), default=200, metavar="N", help="tokens a sample (200)")
+    many = integer(1, 1 << 16)
+    add("--num-samples", type=many, default=1, metavar="N", help="continuations (1)")
+    add("--temperature", type=number(0), default=1.0, help="0 takes the likeliest token (1.0)")
+    add("--top-k", type=integer(0), default=0, help="draw among the k likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, help="draw among the likeliest, with sum p (1.0: all)")
     add("--seed", type=integer(0), default=1234, help="of the draws (1234)")
     add_tokenizer(parser, "the checkpoint's")
@@ -296,21 +285,11 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
         args.prompt.encode()
     except UnicodeEncodeError as error:  # the command line's bytes that Python could not decode
         parser.error(f"--prompt is not UTF-8 after {args.prompt[: error.start][-40:]!r}")
-    rules = {
-        "--max-new-tokens": (args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
-        "--num-samples": (args.num_samples, args.num_samples >= 1, "at least 1"),
-        "--temperature": (args.temperature, 0 <= args.temperature < 1e9, "from 0 to 1e9"),
-        "--top-k": (args.top_k, args.top_k >= 0, "0 or more"),
-        "--top-p": (args.top_p, 0 < args.top_p <= 1, "in (0, 1]"),
-        "--expert-model-parallel-size": (
-            args.expert_model_parallel_size,
-            not Launch.from_env().world % max(args.expert_model_parallel_size, 1),
-            f"a divisor of the {Launch.from_env().world} ranks",
-        ),
-    }
-    for flag, (value, good, rule) in rules.items():
-        if not good:
-            parser.error(f"{flag} {value} must be {rule}")
+    if not 0 < args.top_p <= 1:
+        parser.error(f"--top-p {args.top_p} must be in (0, 1]")
+    ep, world = args.expert_model_parallel_size, Launch.from_env().world
+    if world % max(ep, 1):
+        parser.error(f"--expert-model-parallel-size {ep} must be a divisor of the {world} ranks")
     return args
 
 

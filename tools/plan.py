@@ -140,7 +140,7 @@ def compare(
 
 def build_parser() -> Parser:
     """Return the command line's parser."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("model", help="a size, a config.json, or flags in quotes")
     parser.add_argument("cluster", help="a cluster file, or its name")
     parser.add_argument("--nodes", type=integer(1, 65_536), help="instead of the cluster file's")

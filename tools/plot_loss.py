@@ -6,18 +6,17 @@
     python tools/plot_loss.py base/log.jsonl wide/log.jsonl --names base wide --axis tokens \\
         --output both.svg
 
-    python tools/plot_loss.py runs/mine/log.jsonl --panels lr grad-norm tokens-per-second --log-axis
+    python tools/plot_loss.py runs/mine/log.jsonl --panels lr grad-norm tokens-per-second
 
 A run has one colour: its training loss is a line, its validation loss the dots on a line. Sets of
---multiple-validation-sets have a curve each, with dots of their own shape. Each curve ends in its
-name and its last value, so no legend has to be looked up; a name that is too long for the page has
-"…" in place of its middle. The value of the training loss is a mean over the run's last steps, as
-many as the label says. --panels draws what else a log has below the loss, in the runs' colours.
+--multiple-validation-sets have a curve each, with dots of their own shape. The legend has each
+curve's name and last value; that of the training loss is a mean over the run's last steps, as many
+as it says. --panels draws what else a log has below the loss, in the runs' colours.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,7 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from tools.command_line import Parser, error_line
-from tools.pictures.style import (
-    PALETTE,
-    QUIET,
-    axes_at,
-    check_name,
-    fitted,
-    one_line,
-    page,
-    short_names,
-    text_width,
-)
+from tools.pictures.style import PALETTE, QUIET, axes_at, check_name, page
 from training.files.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
@@ -52,14 +41,10 @@ PANELS = {  # name of --panels: what a log calls it, and what the picture does
     "tokens-per-second": ("tokens_per_second", "tokens/s"),
 }
 MARKERS = "osD^vP*X"  # of the sets
-LABEL_GAP = 13  # points between two labels, at least
-LABEL_FONT: Any = {"fontsize": 8.5}
-NAME_LETTERS = 30  # of a run's name
-# inches: the page, what is left of the axes, above them and below, between the panels, right of
-# the axes at least and at most, and how tall the loss and a panel are
-WIDE, LEFT, TOP, BOTTOM, BETWEEN = 8.0, 0.68, 0.55, 0.55, 0.16
-LABELS, MOST_LABELS, TALL, PANEL = 1.82, 3.4, 3.4, 0.95
-UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+# inches: the page, what is left of the axes, above them and below, between the panels, how wide the
+# axes are, and how tall the loss and a panel
+WIDE, LEFT, TOP, BOTTOM, BETWEEN = 8.0, 0.68, 0.55, 0.55, 0.25
+ACROSS, TALL, PANEL = 7.0, 3.4, 0.95
 PANEL_CURVES = tuple(curve for curve, _ in PANELS.values())
 Curve = list[tuple[float, float]]
 
@@ -201,40 +186,6 @@ def smooth(curve: Curve, share: float = 0.04) -> Curve:
     return out
 
 
-def spread(
-    places: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf
-) -> list[float]:
-    """Return places, each moved as little as leaves all of them `gap` apart, in their order.
-
-    They stay between low and high, where that leaves room for all of them.
-    """
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    # without the gaps below it, a place may be any that is not below the one before: their means
-    # where they are not in order (pool adjacent violators) are the nearest such places
-    groups: list[tuple[float, int]] = []  # (mean, how many)
-    for k, i in enumerate(order):
-        groups.append((places[i] - gap * k, 1))
-        while len(groups) > 1 and groups[-1][0] < groups[-2][0]:
-            (first, some), (second, more) = groups[-2:]
-            groups[-2:] = [((first * some + second * more) / (some + more), some + more)]
-    fitting = [mean for mean, count in groups for _ in range(count)]
-    top = max(low, high - gap * (len(places) - 1))
-    out = [0.0] * len(places)
-    for k, i in enumerate(order):
-        out[i] = min(max(fitting[k], low), top) + gap * k
-    return out
-
-
-@dataclass
-class _Label:
-    """A label at the end of a curve or line: its words, then its value."""
-
-    at: float  # on the axis of the loss
-    words: str
-    value: str
-    colour: str
-
-
 def draw(
     runs: dict[str, Run],
     output: Path,
@@ -242,43 +193,45 @@ def draw(
     references: list[tuple[float, str]],
     axis: str = "iterations",
     panels: Sequence[str] = (),
-    log_axis: bool = False,
 ) -> None:
     """Draw the curves of {name: run} to `output`, a .png or .svg by its suffix.
 
-    panels: keys of PANELS, drawn below the loss. log_axis: the loss has a logarithmic axis.
+    panels: keys of PANELS, drawn below the loss.
     """
-    count = len(references) + sum(len(_shown(run)) for run in runs.values())
-    tall = max(TALL, LABEL_GAP * (count - 1) / 72)
+    from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
+
     below = len(panels) * (PANEL + BETWEEN)
-    with page(output, WIDE, TOP + tall + below + BOTTOM, title, dpi=150) as figure:
-        axes = axes_at(figure, LEFT, TOP, WIDE - LEFT - LABELS, tall)
+    with page(output, WIDE, TOP + TALL + below + BOTTOM, title, dpi=150) as figure:
+        axes = axes_at(figure, LEFT, TOP, ACROSS, TALL)
         others = [
             axes_at(
-                figure, LEFT, TOP + tall + BETWEEN + k * (PANEL + BETWEEN),
-                WIDE - LEFT - LABELS, PANEL, sharex=axes,
+                figure, LEFT, TOP + TALL + BETWEEN + k * (PANEL + BETWEEN), ACROSS, PANEL,
+                sharex=axes,
             )
             for k in range(len(panels))
         ]  # fmt: skip
-        if log_axis:
-            axes.set_yscale("log")
-        labels = [*_draw_losses(axes, runs, axis)]
+        _draw_losses(axes, runs, axis)
         for value, name in references:
-            axes.axhline(value, color=QUIET, linewidth=1, linestyle=(0, (5, 4)))
-            labels.append(_Label(value, name, f"{value:.2f}", QUIET))
+            axes.axhline(
+                value, color=QUIET, linewidth=1, linestyle=(0, (5, 4)), label=f"{name} {value:.2f}"
+            )
         axes.set(ylabel="loss, nats a token")
         for each, panel in zip(others, panels, strict=True):
             _draw_panel(each, runs, axis, panel)
-        every = [axes, *others]
         curves = [run.curve(n, axis) for run in runs.values() for n in _shown(run)]
         axes.set_xlim(0, max(x for curve in curves for x, _ in curve) or 1)
+        every = [axes, *others]
         for each in every:
             each.grid()
             each.tick_params(labelbottom=each is every[-1])
-        _set_ticks(every, axis, log_axis)
+        if axis == "tokens":
+            every[-1].xaxis.set_major_formatter(EngFormatter())
+        elif axis == "iterations":
+            every[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+            every[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         every[-1].set_xlabel(AXES[axis])
-        room = _room(figure, every, labels)
-        _write_labels(axes, labels, room)
+        for text in axes.legend(loc="upper right").get_texts():
+            text.set_parse_math(False)
 
 
 def _shown(run: Run) -> list[str]:
@@ -287,149 +240,57 @@ def _shown(run: Run) -> list[str]:
     return [name for name in ("loss", *sets) if run.curves[name]]
 
 
-def _draw_losses(axes: Any, runs: dict[str, Run], axis: str) -> Iterator[_Label]:
-    """Draw the losses of each run; yield the label of each curve."""
-    names = short_names([*runs], NAME_LETTERS)
-    for colour, name, run in zip(PALETTE, names, runs.values(), strict=False):
+def _draw_losses(axes: Any, runs: dict[str, Run], axis: str) -> None:
+    """Draw the losses of each run, each with its name and last value for the legend."""
+    for colour, (name, run) in zip(PALETTE, runs.items(), strict=False):
         prefix = f"{name}, " if name else ""
         shown = _shown(run)
         if "loss" in shown:
-            last, mean = _draw_smoothed(axes, run.curve("loss", axis), colour)
-            yield _Label(last, f"{prefix}train", f"{last:.2f}{mean}", colour)
+            _draw_smoothed(axes, run.curve("loss", axis), colour, f"{prefix}train")
             shown.remove("loss")
         for i, what in enumerate(shown):
             points = run.curve(what, axis)
             of_one = PALETTE[1 + i % 7] if len(runs) == 1 else colour
             marker = MARKERS[i % len(MARKERS)] if len(shown) > 1 else "o"
+            label = f"{prefix}{what.partition('/')[2] or 'validation'} {points[-1][1]:.2f}"
             dots: dict[str, Any] = {"markersize": 4.5, "clip_on": False, "zorder": 3}
-            style = f"{marker}-"
-            axes.plot(*zip(*points, strict=True), style, color=of_one, linewidth=1, **dots)
-            last, of = points[-1][1], what.partition("/")[2]
-            yield _Label(last, f"{prefix}{of or 'validation'}", f"{last:.2f}", of_one)
+            axes.plot(*zip(*points, strict=True), f"{marker}-", color=of_one, linewidth=1,
+                      label=label, **dots)  # fmt: skip
 
 
-def _draw_smoothed(axes: Any, curve: Curve, colour: str) -> tuple[float, str]:
-    """Draw a curve and, over it, its means. Return the last mean, and of how many points it is."""
+def _draw_smoothed(axes: Any, curve: Curve, colour: str, name: str) -> None:
+    """Draw a curve and, over it, its means; the legend has the last, and of how many points it is.
+    """
+    x, y = zip(*curve, strict=True)
     if len(curve) == 1:
-        axes.plot(*zip(*curve, strict=True), "o", color=colour, markersize=3.5, clip_on=False)
-        return curve[0][1], ""
-    axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.25, linewidth=0.7)
-    smoothed = smooth(curve)
-    axes.plot(*zip(*smoothed, strict=True), color=colour, linewidth=1.7)
-    count = half_window(len(curve)) + 1
-    return smoothed[-1][1], f" (mean of {count})" if count > 1 else ""
+        label = f"{name} {y[0]:.2f}"
+        axes.plot(x, y, "o", color=colour, markersize=3.5, clip_on=False, label=label)
+        return
+    axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.7)
+    smoothed, count = smooth(curve), half_window(len(curve)) + 1
+    label = f"{name} {smoothed[-1][1]:.2f}" + f" (mean of {count})" * (count > 1)
+    axes.plot(*zip(*smoothed, strict=True), color=colour, linewidth=1.7, label=label)
 
 
 def _draw_panel(axes: Any, runs: dict[str, Run], axis: str, panel: str) -> None:
     """Draw what each run has of a panel; the gradient norm has its means as the loss does."""
     name, words = PANELS[panel]
     for colour, run in zip(PALETTE, runs.values(), strict=False):
-        curve = run.curve(name, axis)
-        if not curve:
+        if not (curve := run.curve(name, axis)):
             continue
         if panel == "grad-norm" or len(curve) == 1:
-            _draw_smoothed(axes, curve, colour)
+            _draw_smoothed(axes, curve, colour, "")
         else:
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=1.2)
     axes.set_ylabel(words)
+    axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     if panel != "grad-norm":
-        highest = max(value for run in runs.values() for _, value in run.curve(name, axis))
-        axes.set_ylim(0, 1.1 * highest or 1)
-
-
-def _set_ticks(every: Sequence[Any], axis: str, log_axis: bool) -> None:
-    """Choose where an axis has numbers, and write those with a unit."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    axes, *others = every
-    if log_axis:
-        low, high = axes.get_ylim()
-        wide = high > 20 * low
-        axes.yaxis.set_major_locator(
-            LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(8, steps=[1, 2, 5, 10])
-        )
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    for each in others:
-        each.yaxis.set_major_locator(MaxNLocator(4))
-        most = max(map(abs, each.get_ylim()))
-        each.yaxis.set_major_formatter(FuncFormatter(_in_units(most)))
-    most = axes.get_xlim()[1]
-    if axis == "tokens":
-        every[-1].xaxis.set_major_formatter(FuncFormatter(_in_units(most)))
-    elif axis == "iterations":
-        every[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-        every[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def _in_units(most: float) -> Callable[[float, Any], str]:
-    """Return a function that writes numbers up to `most` in one unit: "1.2 B", "3e-4"."""
-    size, unit = next(((size, f" {unit}") for size, unit in UNITS if most >= size), (1.0, ""))
-    if 0 < most < 0.01:
-        exponent = math.floor(math.log10(most))
-        size, unit = 10.0**exponent, f"e{exponent}"
-    return lambda value, _: f"{value / size:.4g}{unit}".rstrip() if value else "0"
-
-
-def _room(figure: Any, every: Sequence[Any], labels: Sequence[_Label]) -> float:
-    """Place the axes so that their numbers and the labels fit on the page; return the inches that
-    are left for a label.
-    """
-    wide = figure.get_size_inches()[0]
-    needs = [
-        text_width(figure, one_line(f"{b.words} {b.value}")[:200], **LABEL_FONT) for b in labels
-    ]
-    numbers = max(map(_left_of, every))
-    left, right = max(LEFT, numbers + 0.3), min(MOST_LABELS, max(LABELS, 0.2 + max(needs)))
-    across = max(1.0, wide - left - right)
-    for axes in every:
-        box = axes.get_position()
-        axes.set_position((left / wide, box.y0, across / wide, box.height))
-        axes.yaxis.set_label_coords(-(numbers + 0.08) / across, 0.5)
-    return right - 0.15
-
-
-def _left_of(axes: Any) -> float:
-    """Return how many inches the numbers of an axis take to the left of it."""
-    label = axes.yaxis.label
-    label.set_visible(False)
-    least: float = (axes.get_window_extent().x0 - axes.get_tightbbox().x0) / axes.figure.dpi
-    label.set_visible(True)
-    return least
-
-
-def _write_labels(axes: Any, labels: Sequence[_Label], room: float) -> None:
-    """Write each curve's name at the right edge, at the height of its end; room: in inches."""
-    per_point = axes.figure.dpi / 72
-    bottom, top = (axes.transAxes.transform((0, y))[1] / per_point for y in (0, 1))
-    places = [axes.transData.transform((0, label.at))[1] / per_point for label in labels]
-    for place, moved, label in zip(
-        places, spread(places, LABEL_GAP, bottom, top), labels, strict=True
-    ):
-        value = f" {label.value}"
-        words = fitted(
-            axes.figure,
-            label.words,
-            room - text_width(axes.figure, value, **LABEL_FONT),
-            **LABEL_FONT,
-        )
-        axes.annotate(
-            words + value,
-            (1, label.at),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(7, moved - place),
-            textcoords="offset points",
-            va="center",
-            color=label.colour,
-            annotation_clip=False,
-            parse_math=False,
-            **LABEL_FONT,
-        )
+        axes.set_ylim(bottom=0)
 
 
 def main() -> None:
     """Read the logs and draw them."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="files of --log-json")
     parser.add_argument(
         "--names", nargs="+", metavar="NAME", help="of the runs (default: their folders' names)"
@@ -455,9 +316,6 @@ def main() -> None:
         metavar="PANEL",
         help=f"what to draw below the loss: {', '.join(PANELS)}",
     )
-    parser.add_argument(
-        "--log-axis", action="store_true", help="draw the loss on a logarithmic axis"
-    )
     args = parser.parse_args()
     args.output = args.output or args.logs[0].with_suffix(".png")
     try:
@@ -477,8 +335,6 @@ def main() -> None:
             if not any(run.curves[name] for run in runs.values()):
                 logs = ", ".join(map(str, args.logs))
                 raise ValueError(f"--panels {panel}: there is no {words} in {logs}")
-        if args.log_axis:
-            _check_positive(dict(zip(args.logs, runs.values(), strict=True)), references)
         draw(
             runs,
             args.output,
@@ -486,7 +342,6 @@ def main() -> None:
             references=references,
             axis=args.axis,
             panels=[*dict.fromkeys(args.panels)],
-            log_axis=args.log_axis,
         )
         print(f"drawn: {args.output}")
     except (ValueError, OSError) as error:
@@ -501,19 +356,6 @@ def _finite(text: str) -> float:
     except ValueError:
         pass
     raise ValueError(f"--reference {text}: a finite number is needed, then its name")
-
-
-def _check_positive(runs: dict[Path, Run], references: Sequence[tuple[float, str]]) -> None:
-    """Raise ValueError for a value that has no place on a logarithmic axis."""
-    for value, name in references:
-        if value <= 0:
-            raise ValueError(f"--reference {value:g} {name}: --log-axis shows values above 0 alone")
-    for log, run in runs.items():
-        for name in _shown(run):
-            for i, value in run.curves[name].items():
-                if value <= 0:
-                    what = f"{name} at {i} is {value:g}"
-                    raise ValueError(f"{log}: {what}, which --log-axis cannot show")
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:

@@ -173,7 +173,8 @@ def preprocess(
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
     ends = (".bin", ".idx", *(ENDS if loss_on else ()))
-    unknown = {name for name in job.pairs() if not _may_write(output_prefix, name, written, ends)}
+    for name in job.pairs():
+        _check_output(output_prefix, name, written, ends)
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
         raise ValueError(
@@ -197,7 +198,6 @@ def preprocess(
     for name in job.pairs():
         prefix = f"{output_prefix}_{name}_document"
         bad = BadDocuments(on_bad_document)
-        made = os.path.join(folder, f"whole_{name}") if name in unknown else prefix
         about_loss = ""
         if loss_on:  # before the pair, whose record names the mask
             with IndexedWriter(prefix + SUFFIX, np.dtype(np.uint8)) as mask_writer:
@@ -207,7 +207,7 @@ def preprocess(
             record |= {"loss_mask": mask_of.digest, "loss_on": list(loss_on)}
             counted = mask_of.occurrences(1)
             about_loss = f"; the loss counts {counted:,} of them ({', '.join(loss_on)})"
-        with IndexedWriter(made, token_dtype(tokenizer.vocab_size), record) as writer:
+        with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), record) as writer:
             for task in tasks:
                 writer.add_file(task.output(name))
                 bad.add(task.left_out(name))
@@ -220,15 +220,6 @@ def preprocess(
             report(f"{prefix}: {bad.line()}")
         cache = IndexCache(os.path.join(os.path.dirname(prefix), "cache"), report)
         tokens_of = IndexedTokens(prefix, cache)
-        if made != prefix:
-            if IndexedTokens(made).digest != tokens_of.digest:
-                raise ValueError(
-                    f"--output-prefix {output_prefix}: {prefix}.bin and .idx hold something else, "
-                    "and no record says that this command wrote them: move them away, and the same "
-                    "command goes on from here"
-                )
-            os.replace(f"{made}.json", f"{prefix}.json")  # what is there, if anything, is a record
-            os.utime(f"{prefix}.idx")  # as if it had been written: make compares times
         for end in ends:
             written.add(os.path.basename(prefix) + end, Path(prefix + end), {})
             written.settle(latest=os.path.basename(prefix) + end)
@@ -242,28 +233,15 @@ def preprocess(
     return summaries
 
 
-def _may_write(output_prefix: str, name: str, written: Written, ends: Sequence[str]) -> bool:
-    """Return whether a pair may be replaced: it is not there, or as this command wrote it.
+def _check_output(output_prefix: str, name: str, written: Written, ends: Sequence[str]) -> None:
+    """Raise ValueError unless a pair may be replaced: it is not there, or as this command wrote it.
 
-    ends: of its files, with those of a loss mask. Earlier versions left no record, and wrote no
-    mask: a sound pair without one is compared in the end with what would replace it. Raises
-    ValueError for anything else.
+    ends: of its files, with those of a loss mask.
     """
     prefix = f"{output_prefix}_{name}_document"
     refuse("--output-prefix", f"{prefix}.json", is_record, "the record of a pair")
-    pair = [Path(prefix + end) for end in ends]
-    if all(written.ours(path) for path in pair if os.path.lexists(path)):
-        return True
-    recorded = any(path.name in written.names() for path in pair)
-    try:
-        if len(ends) == 2 and not recorded and not any(path.is_symlink() for path in pair):
-            IndexedTokens(prefix)
-            return False
-    except ValueError:
-        pass
-    for path in pair:
-        refuse("--output-prefix", path, written.ours, "as this command wrote it")
-    return True
+    for end in ends:
+        refuse("--output-prefix", Path(prefix + end), written.ours, "as this command wrote it")
 
 
 @dataclass(frozen=True)
@@ -380,7 +358,7 @@ def _folder(facts: list[Any], output_prefix: str) -> str:
 
 def _is_parts(folder: Path) -> bool:
     """Return whether a folder has nothing but shards and what is made of them."""
-    part = re.compile(r"(\d{6}|whole)_.*\.(bin|idx|bad|json)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
+    part = re.compile(r"\d{6}_.*\.(bin|idx|bad|json)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
     files = plain_files(folder)
     return files is not None and all(part.fullmatch(name) for name in files)
 
@@ -408,9 +386,7 @@ def _start_worker() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and tokenize; return the exit status."""
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT)
     add(

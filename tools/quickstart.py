@@ -11,7 +11,6 @@ The training resumes from its last checkpoint: after a call that was stopped, th
 the same end; after a finished one, it trains ITERS iterations more.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -35,7 +34,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from tools.build_corpus import text_of
-from tools.command_line import error_line
+from tools.command_line import Parser, error_line
 from training.data.files import write_text
 from training.data.indexed import IndexedTokens
 from training.files.owned import json_with
@@ -324,8 +323,7 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
 
 def main() -> None:
     """Train, and print the results."""
-    about = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--tp", type=int, choices=TP, help="TP ranks: 2, or 1 with --pp")
     parser.add_argument("--pp", type=int, choices=PP, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")

@@ -190,7 +190,7 @@ def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
 
 def main() -> None:
     """Train, check, and print the results."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--input",
         nargs="+",

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtral and Qwen3-MoE as Hugging Face has them: configs, weights, logits, and back again."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from model import moe
 from model.load import model_file_of
@@ -227,15 +228,14 @@ def test_logits_and_tensors_are_those_of_transformers(world, tmp_path, kind):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
-    fused = ["--to-hf", str(tmp_path / "fused"), "--load", str(tmp_path / "weft")]
-    assert convert(["convert", *fused, "--fused-experts"]) == 0
+    shutil.copytree(tmp_path / "hf", tmp_path / "fused")  # as transformers 5 has it in memory
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in theirs.state_dict().items()},
+        tmp_path / "fused" / "model.safetensors", {"format": "pt"},
+    )  # fmt: skip
     again = ["--from-hf", str(tmp_path / "fused"), "--save", str(tmp_path / "again")]
     assert convert(["convert", *again]) == 0
     assert convert(["diff", str(tmp_path / "weft"), str(tmp_path / "again"), "--tensors"]) == 0
-    held = load_file(tmp_path / "fused" / "model.safetensors")
-    state = theirs.state_dict()
-    assert held.keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in held.items())
     tokens = torch.randint(0, 99, (2, 24))
     with torch.no_grad():
         wanted = theirs(tokens).logits

@@ -34,7 +34,7 @@ def test_names_with_escape_codes(tmp_path, monkeypatch, capsys):
     assert "\\x1b" in said(capsys, 2, preprocess_data.main, "--workers", ESCAPE, "--input", "a.txt")
     assert "\\x1b" in said(capsys, 2, checkpoint.main, "show", ESCAPE)
     assert "\\x1b" in said(capsys, 2, checkpoint.main, ESCAPE)
-    assert "\\x1b" in said(capsys, 2, draw_schedule.main, "--profile", ESCAPE)
+    assert "\\x1b" in said(capsys, 2, draw_schedule.main, "--schedule", ESCAPE)
     assert "\\x1b" in said(capsys, 2, generate.main, "--load", "a", "--seed", ESCAPE)
 
 
@@ -67,11 +67,10 @@ def test_a_log_that_is_none(tmp_path, line):
 
 
 def test_pipes_hang_no_tool(tmp_path, capsys):
-    for name in ("log", "pipeline_rank0.json", "lock", "text.jsonl"):
+    for name in ("log", "lock", "text.jsonl"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match="not a plain file"):
         plot_loss.read_log(tmp_path / "log")
-    assert "pipeline_rank0.json" in said(capsys, 2, draw_schedule.main, "--profile", str(tmp_path))
     with pytest.raises(OSError):
         DirectoryLock(tmp_path, print, patience=0)
     flags = f"--output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9".split()

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/plot_loss.py reads a log across resumes, and draws it with all its words on the page."""
+"""tools/plot_loss.py reads a log across resumes, and draws it."""
 
 import json
-import random
-import re
 import struct
 import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
-from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,8 +14,8 @@ import pytest
 from matplotlib.text import Text
 
 from tools import plot_loss
-from tools.pictures.style import page, short_names
-from tools.plot_loss import main, read_log, smooth, spread
+from tools.pictures.style import page
+from tools.plot_loss import main, read_log, smooth
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,16 +125,6 @@ def test_every_step_is_a_point_and_an_axis_may_be_tokens_or_time(tmp_path):
     assert run.curve("loss", "tokens") == [(100, 9.0), (200, 8.0), (500, 2.0), (800, 1.0)]
 
 
-def test_labels_keep_apart_and_in_their_order():
-    assert spread([10.0, 30.0], 5) == [10.0, 30.0]
-    assert spread([11.0, 10.0, 12.0], 6) == [11.0, 5.0, 17.0]
-    moved = spread([0.0, 1.0, 50.0, 50.5, 51.0, 3.0], 10)
-    assert all(abs(a - b) >= 10 for a, b in combinations(moved, 2))
-    assert sorted(range(6), key=moved.__getitem__) == [0, 1, 5, 2, 3, 4]
-    assert spread([0.0, 1.0, 99.0, 100.0], 10, 0, 100) == [0.0, 10.0, 90.0, 100.0]
-    assert spread([5.0, 5.0, 5.0], 10, 0, 20) == [0.0, 10.0, 20.0]
-
-
 def test_smoothing_keeps_a_straight_line_and_evens_out_a_saw():
     line = [(i, float(i)) for i in range(50)]
     assert smooth(line)[:45] == [(i, pytest.approx(i)) for i in range(45)]
@@ -164,7 +151,7 @@ def test_draws_a_picture(tmp_path):
     assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1200, 675)
 
 
-def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, monkeypatch, capsys):
+def test_several_runs_have_their_names_in_a_legend(tmp_path, monkeypatch, capsys):
     for name, end in (("base", 3.0), ("wide", 3.01)):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "log", [{"iteration": i, "loss": end + 1 / i} for i in (1, 2)])
@@ -180,7 +167,7 @@ def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, mon
 
     words, ids = drawn("--output", str(svg), "--axis", "tokens")
     assert {"base, train 3.50", "wide, train 3.51", "tokens", "loss, nats a token"} <= set(words)
-    assert not any(name.startswith("legend") for name in ids)
+    assert any(name.startswith("legend") for name in ids)
     long = [{"iteration": i, "loss": 3.0 + (i == 50)} for i in range(1, 51)]
     write(tmp_path / "base" / "log", long)  # its last step is one of six
     assert "base, train 3.17 (mean of 6)" in drawn("--output", str(svg))[0]
@@ -211,86 +198,26 @@ def test_a_file_that_is_no_log_is_one_sentence(tmp_path, content, said):
     assert not (tmp_path / "loss.png").exists()
 
 
-NAMES = (
-    "base", "wide", "llama3-8b-" * 12, "m" * 3000, "a$b$_{c}^2", "模型训练第三次",
-    "run\twith\nlines",
-    "\udcff\udc80 of another encoding", "WWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWW", "é́́́", "x",
-    "llama3-8b-with-warmup-2000-seed-1", "llama3-8b-with-warmup-2000-seed-2", "<b>&amp;\"'",
-)  # fmt: skip
-
-
-SETS = [name for name in NAMES if name.isprintable()]  # what a JSON file can have
-
-
 @pytest.fixture
 def extents(monkeypatch):
-    """Return a function that draws as plot_loss.draw does. It returns the page, the box of all that
-    was drawn on it, and (words, box) of every text, in pixels.
-    """
-    seen = []
+    """Return a function that draws as plot_loss.draw does, and returns {words: box in pixels}."""
+    seen = {}
 
     @contextmanager
     def watched(*arguments, **more):
         with page(*arguments, **more) as figure:
             yield figure
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph .* missing")
-                figure.draw_without_rendering()
-                drawn_on = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+            figure.draw_without_rendering()
             texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
-            boxes = [(t.get_text(), t.get_window_extent()) for t in texts]
-            seen[:] = [figure.bbox, drawn_on, boxes]
+            seen.update((t.get_text(), t.get_window_extent()) for t in texts)
 
     def drawn(*arguments, **more):
+        seen.clear()
         plot_loss.draw(*arguments, **more)
         return seen
 
     monkeypatch.setattr(plot_loss, "page", watched)
     return drawn
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("seed", range(8))
-def test_all_words_are_inside_the_page_and_apart(tmp_path, extents, seed):
-    rng = random.Random(seed)
-    names = rng.sample(NAMES, rng.choice([1, 2, 5, 8]))
-    size, sets, steps = 10.0 ** rng.randint(-3, 6), rng.choice([1, 1, 3, 9]), rng.choice([1, 30])
-    runs = {}
-    for name in names:
-        records = [{"iteration": 0, f"validation_loss/{n}": 9 * size}
-                   for n in rng.sample(SETS, sets)]  # fmt: skip
-        records += [
-            {"iteration": i, "loss": size * (2 + rng.random() / i), "lr": 3e-4 / i,
-             "grad_norm": 10 ** rng.uniform(-5, 5), "tokens_per_second": 12345.6,
-             "step_seconds": 1.0, "consumed_tokens": 40_000_000 * i}
-            for i in range(1, steps + 1)
-        ]  # fmt: skip
-        records += [{"iteration": steps, f"validation_loss/{name}": 2 * size}
-                    for name in rng.sample(SETS, sets)]  # fmt: skip
-        runs[name] = read_log(write(tmp_path / "log", records))
-    figure, drawn_on, texts = extents(
-        runs, tmp_path / "a.svg", rng.choice(NAMES), [(3.0 * size, rng.choice(NAMES))],
-        axis=rng.choice(["iterations", "tokens", "time"]),
-        panels=rng.sample([*plot_loss.PANELS], rng.randint(0, 3)), log_axis=rng.random() < 0.5,
-    )  # fmt: skip
-    assert figure.x0 <= drawn_on.x0 and drawn_on.x1 <= figure.x1
-    assert figure.y0 <= drawn_on.y0 and drawn_on.y1 <= figure.y1
-    labels = [box for words, box in texts if re.search(r"\d\.\d\d( \(mean of \d+\))?$", words)]
-    ends = [box for box in labels if box.x0 > figure.x1 / 2]
-    assert len(ends) >= len(names) + 1
-    middles = sorted((box.y0 + box.y1) / 2 for box in ends)
-    apart = figure.height / 10_000
-    assert all(b - a > 12 / 72 * 150 - apart for a, b in pairwise(middles))
-    ElementTree.parse(tmp_path / "a.svg")
-
-
-def test_long_names_that_differ_are_drawn_differently():
-    assert short_names(["base", "wide"], 30) == ["base", "wide"]
-    long = ["a" * 50 + "1" + "b" * 50, "a" * 50 + "2" + "b" * 50]
-    for names in (long, ["c" * 99 + each for each in long], ["same" * 20] * 2, [*NAMES]):
-        short = short_names(names, 20)
-        assert len(set(short)) == len(names) and max(map(len, short)) <= 25
-        assert not any("\n" in each or "\t" in each for each in short)
 
 
 def test_a_single_point_and_the_evaluation_before_the_first_step_are_drawn(tmp_path, extents):
@@ -301,8 +228,7 @@ def test_a_single_point_and_the_evaluation_before_the_first_step_are_drawn(tmp_p
         run = read_log(write(tmp_path / "log", records))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _, _, texts = extents({"": run}, tmp_path / "a.png", "Loss", [], axis)
-        words = {each for each, _ in texts}
+            words = extents({"": run}, tmp_path / "a.png", "Loss", [], axis).keys()
         assert ("validation 10.50" in words) == (before in records)
         assert ("train 10.25" in words) == (first in records)
     assert run.curve("validation_loss", "tokens") == [(0.0, 10.5)]
@@ -314,20 +240,17 @@ def test_tokens_have_a_unit_and_panels_lie_below_the_loss(tmp_path, extents):
                for i in range(1, 13)]  # fmt: skip
     run = read_log(write(tmp_path / "log", records))
     panels = ["tokens-per-second", "lr", "grad-norm"]
-    _, _, texts = extents(
-        {"": run}, tmp_path / "a.png", "Loss", [], "tokens", panels, log_axis=True
-    )
-    at = {words: box.y0 for words, box in texts}
-    assert {"1.2 B", "0.6 B", "tokens", "3e-4", "45 k"} <= at.keys()
+    found = extents({"": run}, tmp_path / "a.png", "Loss", [], "tokens", panels)
+    at = {words: box.y0 for words, box in found.items()}
+    assert {"1.2 G", "600 M", "tokens"} <= at.keys()
     order = ["loss, nats a token", "tokens/s", "learning rate", "gradient norm", "tokens"]
     assert sorted(order, key=lambda words: -at[words]) == order
 
 
-def test_panels_and_a_logarithmic_axis_want_what_they_show(tmp_path):
+def test_panels_want_what_they_show(tmp_path):
     log = write(tmp_path / "log", [{"iteration": 1, "loss": 0.0}, {"iteration": 2, "loss": 1.0}])
     for flags, said in (
         (["--panels", "lr"], "--panels lr: there is no learning rate in "),
-        (["--log-axis"], "log: loss at 1 is 0, which --log-axis cannot show"),
         (["--reference", "nan", "x"], "--reference nan: a finite number is needed"),
     ):
         done = run(log, "--output", tmp_path / "loss.png", *flags)

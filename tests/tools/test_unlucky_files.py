@@ -108,18 +108,8 @@ def a_log(rng: random.Random, folder: Path) -> Case:
     spoil(rng, path)
     axis = rng.choice(["iterations", "tokens", "time"])
     argv = ["tools/plot_loss.py", path, "--axis", axis, "--output", folder / "picture.svg"]
-    argv += rng.choice([[], ["--log-axis"], ["--panels", "lr", "grad-norm", "tokens-per-second"]])
+    argv += rng.choice([[], ["--panels", "lr", "grad-norm", "tokens-per-second"]])
     return Case(argv, (0, 1), "drawn: |plot_loss.py: .*log.jsonl", memory=MEMORY)
-
-
-def a_profile(rng: random.Random, folder: Path) -> Case:
-    spans = [["F", 0, 0, 0.0, 1.0], ["BW", 0, 0, 2.0, 3.0]]
-    record = {"schedule": "1f1b", "pp_rank": 0, "pp_size": 1, "chunks": 1, "split": False,
-              "v_shape": False, "steps": [{"iteration": 3, "spans": spans}]}  # fmt: skip
-    path = lines(folder / "pipeline_rank0.json", [record])
-    spoil(rng, path)
-    argv = ["tools/draw_schedule.py", "--profile", folder, "--out", folder / "picture.svg"]
-    return Case(argv, (0, 2), f"ranks?, |draw_schedule.py: .*{folder.name}", memory=MEMORY)
 
 
 def a_cluster(rng: random.Random, folder: Path) -> Case:
@@ -323,7 +313,7 @@ def files_of_gpt2(rng: random.Random, folder: Path) -> Case:
 KINDS: dict[str, Callable[[random.Random, Path], Case]] = {
     kind.__name__: kind
     for kind in (
-        a_log, a_profile, a_cluster, a_device, a_table, a_model_to_plan,
+        a_log, a_cluster, a_device, a_table, a_model_to_plan,
         a_run_of_make_train, an_end_of_make_train, a_corpus_of_another_run, a_source, a_library,
         an_index, a_tokenizer, files_of_gpt2,
     )

@@ -85,9 +85,7 @@ def _own_model(program: Program) -> list[str]:
         if flag.replace("_", "-") == "--model-file":
             name = text if has else value
     file = program.tree / name
-    tables = (program.tree / "training").rglob("arguments.py")  # an older commit has not the flag
-    known = any("model_file" in table.read_text() for table in tables)
-    relative = not Path(name).is_absolute() and file.is_file() and known
+    relative = not Path(name).is_absolute() and file.is_file()
     return ["--model-file", str(file)] if relative else []
 
 
@@ -117,7 +115,7 @@ def _be_rank(
     sys.argv = [str(program.script), *argv]
     module: Any = importlib.import_module("pretrain_llama")
     if record:
-        _record_at(module, record, folder, program.tree)
+        _record_at(module, record, folder)
     if program.script.name == PROGRAM:
         module.as_process(lambda: module.main(argv), None)
     else:
@@ -125,21 +123,14 @@ def _be_rank(
         runpy.run_path(str(program.script), run_name="__main__")
 
 
-def _load(name: str, file: Path) -> Any:
-    """Import a file of this checkout under a name; what it imports is the run's checkout's."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
+def _record_at(program: Any, number: int, folder: Path) -> None:
     """Let train_step record one step, write what a replay says of it, and end the rank."""
-    if not (tree / "mpu" / "module_tracker.py").exists():  # an older commit
-        _load("mpu.module_tracker", ROOT / "mpu" / "module_tracker.py").ROOT = tree
-    recorder = _load("weft_recorder", ROOT / "training" / "run" / "watch" / "recorder.py")
+    file = ROOT / "training" / "run" / "watch" / "recorder.py"  # what it imports is the run's own
+    spec = importlib.util.spec_from_file_location("weft_recorder", file)
+    assert spec is not None and spec.loader is not None
+    recorder: Any = importlib.util.module_from_spec(spec)
+    sys.modules["weft_recorder"] = recorder
+    spec.loader.exec_module(recorder)
     take, leave = program.train_step, os._exit  # later as_process takes os._exit(0) for a fault
 
     rates: dict[int, float] = {}

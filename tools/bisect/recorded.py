@@ -84,19 +84,10 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
     if own is not None:
         extra = getattr(load_model_file(str(own)), "extra_args_provider", None)
         own_names = build_parser(extra).own_names
-    if hasattr(foreign, "in_our_words"):
-        found, known = foreign.in_our_words(argv, own_names), flag_table.live_flags()
-        words = found.words
-        for use in found.accepted:  # they change no number, and a rule may ask for them
-            kept += use.words
-    else:  # the functions of an older commit
-        older: Any = foreign
-        words, _ = older.translate(argv, own_names)
-        words, _, _ = older.take_out(words, own_names)
-        older.refuse_unknown(words, own_names)
-        older.refuse_unavailable(words, own_names)
-        known = older.flag_table.known_flags()
-    for name, values in _groups(words):
+    found, known = foreign.in_our_words(argv, own_names), flag_table.live_flags()
+    for use in found.accepted:  # they change no number, and a rule may ask for them
+        kept += use.words
+    for name, values in _groups(found.words):
         if name in own_names:
             kept += [name, *values]
             continue
@@ -136,8 +127,7 @@ def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
         raise ValueError(f"{name} has a flag for a value")
     if values and live:
         several = flag.rule.nargs == "*"
-        repeated = getattr(flag.rule, "repeated", False)  # older commits have none
-        flag.read([values] if repeated else values if several else values[0])
+        flag.read([values] if flag.rule.repeated else values if several else values[0])
     return values
 
 

@@ -177,9 +177,7 @@ def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
     argv = without(side.program.argv, PLACES)
     total = int(value_of(argv, "--train-iters") or 0)
     count = min(steps or total, total or steps or 0)
-    more = ["--log-json", str(folder / "log.jsonl"), "--log-interval", "1"]
-    if (side.program.tree / "training" / "run" / "watch" / "digests.py").exists():
-        more += ["--log-digests", "1"]  # an older commit has none
+    more = ["--log-json", str(folder / "log.jsonl"), "--log-interval", "1", "--log-digests", "1"]
     if count and count != total:
         more += ["--exit-interval", str(count)]
     if count > 10:  # a replay then has a start that is near

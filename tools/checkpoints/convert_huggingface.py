@@ -14,7 +14,6 @@ from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.checkpoints.copy import counted, from_hf, open_newest, save_new, warn
-from tools.checkpoints.fused_experts import fused_pieces
 from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
 from training.checkpoint.find import at_or_below
 from training.checkpoint.header import BY_NAME
@@ -94,13 +93,9 @@ def export_hf(
     shard_bytes: int,
     tokenizer: Path | None,
     own: str | None = None,
-    fused: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the newest whole checkpoint as a Hugging Face directory; return what was read.
-
-    fused: experts as two tensors a layer (tools/checkpoints/fused_experts.py).
-    """
+    """Write the newest whole checkpoint as a Hugging Face directory; return what was read."""
     refuse("--to-hf", target, empty, "an empty directory")
     refuse_to_save(target, "--to-hf")
     progress = progress or Progress()
@@ -113,10 +108,9 @@ def export_hf(
     check_shapes(found, expected)
     if why := not_for_transformers(sizes, expected):
         warn(f"--to-hf {target}: {why}")
-    fuse = partial(fused_pieces, found, dtype=dtype) if fused else list
     write_huggingface(
         target, found, list(expected), lambda: exported_tokenizer(found, tokenizer),
         dtype=dtype, shard_bytes=shard_bytes, grid=Grid(),
-        arrange=lambda pieces: counted(fuse(pieces), progress),
+        arrange=lambda pieces: counted(pieces, progress),
     )  # fmt: skip
     return found.directory

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find AdamW's state in a torch_dist checkpoint of megatron-core, in each form that it has had.
+"""Find AdamW's state in a torch_dist checkpoint of megatron-core, in the forms of its flags.
 
     model space   optimizer.state.KIND.PARAMETER, shaped as the parameter: optimizers that are not
                   distributed, and the distributed one's fully_reshardable (megatron-core 0.14 on)
@@ -7,10 +7,8 @@
                   [blocks..., numbers of a block]: fully_sharded_model_space (0.5 to 0.13)
     buckets       optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_I.KIND: the
                   distributed optimizer's flat memory, dp_reshardable (0.14 on)
-    buffers       the same memory without its cuts, in an object that rank G wrote:
-                  dp_zero_gather_scatter (until 0.13)
 
-The last two name no parameter. Their order is that of the modules, backwards, each parameter at a
+Buckets name no parameter. Their order is that of the modules, backwards, each parameter at a
 multiple of 64 numbers; the layers of a pipeline stage follow from the sizes. What is found is held
 against the weights: each master must round to its weight, else the import is refused.
 """
@@ -18,7 +16,6 @@ against the weights: each master must round to its weight, else the import is re
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -49,7 +46,7 @@ BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_([0-9]{1,9})\.gbuf_idx_([0-9]{1,9})"
     r"\.dtype_\(.*\)\.bucket_idx_([0-9]{1,9})\.(\w+)"
 )
-GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_([0-9]{1,9})\.(\w+)/shard_0_1")
+GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_[0-9]{1,9}\.optimizer/shard_0_1")
 MASTERS = ("fp32_param", "param")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 64  # numbers: where a parameter may begin in the flat memory
@@ -412,46 +409,6 @@ def _buckets(weights: Weights) -> Memory:
     return Memory(weights, rows, {at: flat(*at) for at in rows})
 
 
-def _buffers(weights: Weights, groups: list[int]) -> Memory:
-    """Return the state of dp_zero_gather_scatter."""
-    found = weights.found
-
-    @cache
-    def archive(group: int) -> Archive:
-        return found.object(f"optimizer.distributed.dp_group_idx_{group}.param_state/shard_0_1")
-
-    def flat(group: int, table: dict[str, Any]) -> Flat:
-        def read(kind: str, bucket: int, first: int, count: int) -> Tensor:
-            try:
-                return archive(group).values(table[kind], first, first + count)
-            except (LookupError, ValueError, TypeError, AttributeError, OSError) as error:
-                raise CheckpointError(
-                    f"{found.directory}: {kind} of rank {group}'s param_state: {error}; "
-                    f"{WEIGHTS_ALONE}"
-                ) from None
-
-        return read
-
-    sizes: dict[tuple[int, int], list[int]] = {}
-    reads: dict[tuple[int, int], Flat] = {}
-    for group in groups:
-        try:
-            (top,) = archive(group).top
-            if top.named().get("buckets_coalesced") is not True:
-                raise ValueError("its buckets are not joined, as in versions before 0.7")
-            for buffer, of_dtype in top:
-                if type(buffer) is int:
-                    ((_, table),) = of_dtype
-                    shape, _, _ = archive(group).tensor(table.named()["param"])
-                    sizes[group, buffer] = [prod(shape)]
-                    reads[group, buffer] = flat(group, table.named())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{found.directory}: rank {group}'s param_state: {error}; {WEIGHTS_ALONE}"
-            ) from None
-    return Memory(weights, sizes, reads)
-
-
 def state_of(weights: Weights) -> State | None:
     """Return the optimizer's state, or None where the checkpoint has none.
 
@@ -470,9 +427,11 @@ def state_of(weights: Weights) -> State | None:
         return ModelSpace(weights)
     if any(BUCKET.fullmatch(key) for key in found.index):
         return _buckets(weights)
-    groups = [int(m[1]) for key in own if (m := GROUP.fullmatch(key)) and m[2] == "param_state"]
-    if groups:
-        return _buffers(weights, sorted(groups))
+    if gathered := [key for key in own if ".param_state/" in key]:
+        raise CheckpointError(
+            f"{found.directory}: {gathered[0]} is of the form dp_zero_gather_scatter, which is not "
+            f"read: save once more with --ckpt-fully-parallel-save, or {WEIGHTS_ALONE}"
+        )
     raise CheckpointError(f"{found.directory}: {own[0]} is not understood; {WEIGHTS_ALONE}")
 
 
@@ -482,7 +441,7 @@ def steps_of(found: McoreCheckpoint) -> int:
     try:
         _collect(found.common, found.common.top.named().get("optimizer"), counts)
         for key in found.objects:
-            if (match := GROUP.fullmatch(key)) and match[2] == "optimizer":
+            if GROUP.fullmatch(key):
                 archive = found.object(key)
                 _collect(archive, archive.top, counts)
                 archive.close()

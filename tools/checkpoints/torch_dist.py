@@ -37,6 +37,7 @@ LATEST, FORMAT, METADATA = "latest_checkpointed_iteration.txt", "metadata.json",
 COMMON = "common.pt"
 LIMIT = 1 << 30  # most bytes of .metadata that are read
 PICKLE = 1 << 26  # most bytes of the pickle in an archive
+STEP = 1 << 12  # most bytes of a tensor that is one number
 BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, LookupError, RuntimeError, EOFError)
 DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 ITERATION = re.compile(r"iter_[0-9]{7,}")
@@ -157,7 +158,7 @@ def _sound() -> Iterator[None]:
 
 
 class Archive:
-    """An archive of torch.save that is read as data: what it describes, numbers, ranges of tensors.
+    """An archive of torch.save that is read as data: what it describes, a number, a tensor.
 
     start, length: the bytes of the file that it takes; length None: all of it. known: the classes
     that it may name. Raises ValueError, as its methods do.
@@ -202,10 +203,12 @@ class Archive:
         """Return a number, which may be a tensor of one. Raises ValueError."""
         if type(value) in (int, float):
             return float(value)
-        shape, dtype, _ = self.tensor(value)
-        if prod(shape) != 1:
+        first, shape, _, dtype, key = self._storage(value)
+        with _sound():
+            data = self._member(key, STEP)
+        if prod(shape) != 1 or len(data) < (first + 1) * dtype.itemsize:
             raise ValueError(f"a tensor of {list(shape)} is where a number is expected")
-        return float(self.values(value, 0, 1).to(dtype))
+        return float(torch.frombuffer(bytearray(data), dtype=dtype)[first])
 
     def _storage(
         self, record: Any
@@ -228,31 +231,6 @@ class Archive:
         if len(shape) != len(strides) or not is_count(first):
             raise ValueError(f"{shown(first)} and {shown(strides)} are no place in its storage")
         return first, shape, strides, dtypes[dtype], f"data/{where[2]}"
-
-    def tensor(self, record: Any) -> tuple[tuple[int, ...], torch.dtype, str]:
-        """Return (shape, dtype, key of its bytes) of a contiguous tensor."""
-        first, shape, strides, dtype, key = self._storage(record)
-        dense, count = True, 1
-        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-            dense &= size == 1 or stride == count
-            count *= size
-        if first != 0 or not dense:
-            raise ValueError(f"a tensor of {dtype} {list(shape)} with gaps is not read here")
-        return shape, dtype, key
-
-    def values(self, record: Any, low: int, high: int) -> Tensor:
-        """Return elements [low, high) of a flattened tensor."""
-        shape, dtype, key = self.tensor(record)
-        with _sound():
-            info = self._info(key)
-            valid = 0 <= low <= high <= prod(shape)
-            if not valid or info.file_size < high * dtype.itemsize:
-                size = info.file_size
-                raise ValueError(f"{key} of {size} bytes is not {dtype} {list(shape)}")
-            with self._zip.open(info) as file:
-                file.seek(low * dtype.itemsize)
-                data = file.read((high - low) * dtype.itemsize)
-        return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
 
     def whole(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
         """Return the one tensor that the archive holds, whose dtype and sizes are known."""

@@ -311,14 +311,14 @@ def _activations(comparer: _Comparer, keys: list[Key]) -> Iterator[Difference]:
 
 
 def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
-    stated = comparer.one.states(key) == comparer.other.states(key)
-    one = comparer.one.activation(key, stated=stated)
-    other = comparer.other.activation(key, None if one is None else one.values.shape, stated)
+    one = comparer.one.activation(key)
+    other = comparer.other.activation(key, None if one is None else one.values.shape)
     if one is not None and other is not None and one.values.shape != other.values.shape:
-        again = comparer.one.activation(key, other.values.shape, stated)  # neither has all of it
+        again = comparer.one.activation(key, other.values.shape)  # neither has all of it
         one = again if again is not None else one
     if one is None or other is None:
-        if one is not None and comparer.other.sizes["tp"] > 1 and _no_fit(comparer.other, key):
+        placed = comparer.other.activation(key) is not None  # but no joined ranks have the shape
+        if one is not None and comparer.other.sizes["tp"] > 1 and placed:
             pair = comparer.pair(key)
             a, b = (some[0].entry["shape"] for some in pair)
             yield Difference(key, a, b, float("inf"), pair)
@@ -328,11 +328,6 @@ def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
             comparer.found.left_out.append(key)
         return
     yield from comparer.differ(key, one, other, comparer.allowed.exact)
-
-
-def _no_fit(side: Side, key: Key) -> bool:
-    """Return whether tokens could be placed, but no way of joining the ranks has the shape."""
-    return side.activation(key) is not None
 
 
 def _by_rank(comparer: _Comparer, key: Key) -> Iterator[Difference]:

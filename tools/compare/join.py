@@ -155,11 +155,6 @@ class Side:
             if key.group == "parameter"
         }
 
-    def states(self, key: Key) -> tuple[Any, ...]:
-        """Return what the layer states of an activation."""
-        entry = self.parts[key][0].entry
-        return entry.get("region"), [full for full, _ in entry.get("sections", ())]
-
     @cached_property
     def sites(self) -> dict[str, str]:
         """Return the line of the program that calls each module."""
@@ -171,13 +166,10 @@ class Side:
 
     # activations
 
-    def activation(
-        self, key: Key, like: Sequence[int] | None = None, stated: bool = True
-    ) -> JoinedTensor | None:
+    def activation(self, key: Key, like: Sequence[int] | None = None) -> JoinedTensor | None:
         """Put an activation together: [samples, positions, ...]; None where it cannot be.
 
-        like: the shape of the other side's whole tensor, if that is known. stated: go by what the
-        layer states of its features; an older commit's layers state nothing.
+        like: the shape of the other side's whole tensor, if that is known.
         """
         parts = self.parts.get(key, [])
         by_rank: dict[int, list[Part]] = defaultdict(list)
@@ -185,7 +177,7 @@ class Side:
             by_rank[part.tp[0]].append(part)
         if not parts:
             return None
-        size, first = parts[0].tp[1], parts[0].entry if stated else {}
+        size, first = parts[0].tp[1], parts[0].entry
         grids = {rank: self._tokens(some) for rank, some in by_rank.items()}
         if any(grid is None for grid in grids.values()) or len(grids) != size:
             return None

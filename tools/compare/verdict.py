@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tools.compare.first_difference import Allowed, Comparison, Difference, compare
 from tools.compare.join import Key, Side
-from tools.compare.kinds import kind_of, region_of
+from tools.compare.kinds import kind_of
 from training.run.watch.recorder import PLACES
 
 PHASES = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "wgrad": "W"}
@@ -57,7 +57,7 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
     first = found.first
     kind = kind_of(first, one, other)
     what, name, module = _tensor(first, other)
-    where, phase = region_of(first), _phase(first.key)
+    phase = _phase(first.key)
     text = f"in {phase}, {what} differs first" if phase else f"{what} differs first"
     if isinstance(first.one, bool):
         text += f": only {'A' if first.one else 'B'} has it"
@@ -65,7 +65,6 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
     else:
         text += f", by {_far(first)}"
     text += f": {kind.text}" if kind else ""
-    text += f"; {where}" if where and not (kind and kind.name in ("a flipped bit",)) else ""
     text += f" ({place})" if (place := _place(first, module, one)) else ""
     return Verdict(
         text, False, name=name, module=module, what=first.key.kind or first.key.group,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layouts tools/fork_check.py tries, at which sizes, and what a pattern of failures means."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import cycle, product
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpu.pipeline.schedules import CHUNKS
@@ -28,7 +27,6 @@ LAYERS: tuple[dict[str, Any], ...] = ({}, {"--num-layers": 6}, {"--num-layers": 
 
 
 def sizes(
-    full: bool,
     experts: int = 0,
     fields: Container[str] = (),
     needs: Mapping[str, Any] = NEEDS[0],
@@ -37,7 +35,7 @@ def sizes(
     a key/value head. experts: how many the model has. fields: of its config. needs: others.
     """
     given = {
-        "--num-layers": 8 if full else 4,
+        "--num-layers": 4,
         "--hidden-size": 28,
         "--ffn-hidden-size": 20,
         "--num-attention-heads": 8,
@@ -46,7 +44,7 @@ def sizes(
         "--vocab-size": 97,
         "--make-vocab-size-divisible-by": 3,
         "--seq-length": 16 if experts else 12,
-        "--global-batch-size": 8 if full else 4,
+        "--global-batch-size": 4,
         "--micro-batch-size": 2,
         "--init-method-std": 0.2,
         "--lr": 1e-2,
@@ -118,7 +116,7 @@ def one_rank(tied: bool) -> Case:
     return Case(ONE_RANK + ", tied" * tied, 1, flags, tied, oracle=True)
 
 
-def cases(full: bool, experts: bool = False) -> list[Case]:
+def cases(experts: bool = False) -> list[Case]:
     """Return the cases, the references first. experts: of a model with some."""
     oracle = [one_rank(tied) for tied in (False, True)]
     every = [
@@ -148,9 +146,6 @@ def cases(full: bool, experts: bool = False) -> list[Case]:
             layout(tp=2, sp=True, dp=2, zero=1, ep=4, tied=True),
             layout(pp=2, schedule="zb-v", dp=2, ep=2),
         ]
-    if full:
-        known = {case.name for case in every}
-        every += [case for case in all_layouts(experts) if case.name not in known]
     loads = [
         (layout(pp=2), "a", "tp 2 + SP"),
         (layout(tp=2, dp=2, zero=3, tied=True), "b", "pp 2 1f1b"),
@@ -162,32 +157,6 @@ def cases(full: bool, experts: bool = False) -> list[Case]:
         for case, folder, what in loads
     ]
     return oracle + every
-
-
-def all_layouts(experts: bool) -> Iterator[Case]:
-    """Yield every layout of up to 8 ranks; recomputation in turn."""
-    kinds = cycle(("", "selective", "full"))
-    for tp, pp, dp in product((1, 2, 4), repeat=3):
-        if not 2 <= tp * pp * dp <= 8:
-            continue
-        for schedule in CHUNKS if pp > 1 else ("1f1b",):
-            for zero in range(4) if dp > 1 else (0,):
-                for sp in (False, True) if tp > 1 else (False,):
-                    for tied in (False, True):
-                        yield layout(
-                            tp, sp, pp, schedule, dp=dp, zero=zero, recompute=next(kinds), tied=tied
-                        )
-    for comm, cp, tp, pp, dp in product(("p2p", "all_gather", "a2a"), (2, 4), *((1, 2),) * 3):
-        if tp * cp * pp * dp <= 8:
-            zero = 3 * (dp > 1)
-            yield layout(tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm)
-    for ep, tp, cp, pp, dp in product((2, 4, 8) if experts else (), *((1, 2),) * 3, (1, 2, 4)):
-        if tp * cp * pp * dp <= 8 and tp * cp * dp % ep == 0:
-            zero = 3 * (dp > 1)
-            yield layout(
-                tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp,
-                comm="all_gather", ep=ep,
-            )  # fmt: skip
 
 
 class Pattern(NamedTuple):

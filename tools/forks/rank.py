@@ -9,11 +9,10 @@ Each records (training/run/watch/recorder.py), in fp64:
     1        the second step, whose batch has documents and a loss mask
     2        one more, of one rank, and of layouts that have loaded the weights after the second
 
-All of it is done by the product: pretrain_llama.build and train_step, Saver, the dry run's plan.
+All of it is done by the product: pretrain_llama.build and train_step, Saver.
 """
 
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,14 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import pretrain_llama
-from forecast import recording
 from forecast.obeyed_flags import check_attention, check_flags
-from forecast.traffic import rows
 from model.load import load_model_file
-from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
 from mpu.param import PlacementError, saved_buffers
 from mpu.zero.gradient_check import GradientCheck
@@ -40,7 +35,6 @@ from tools.forks.case import (
     Desk,
     Report,
     batches_of,
-    describe_error,
     forward,
     put,
     record_weights,
@@ -63,38 +57,7 @@ from training.run.model_profile import make_grid
 from training.run.saver import Saver
 from training.run.start import connect
 
-ITEM, ROUNDED = 8, 64  # bytes of an element in fp64, and of what may be rounded off
 CPU = torch.device("cpu")
-EVEN = "--moe-router-force-load-balancing"
-CHECKS = {"gradient check"}  # purposes of what is not in every step
-
-
-class Sent:
-    """A trace for a grid that adds up the bytes which leave this rank, by axis as planned."""
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.counting = False  # in one step only
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what is sent inside."""
-        self.counting = True
-        yield
-        self.counting = False
-
-    def issued(
-        self,
-        verb: str,
-        axis: Axis,
-        tensor: Tensor,
-        sent: int,
-        is_async: bool,
-        label: Label | None,
-    ) -> None:
-        """Count one collective or message."""
-        if self.counting and (label is None or label.phase not in CHECKS):
-            self.bytes[axis.name] += sent
 
 
 def saver_of(run: LlamaRun) -> Saver:
@@ -108,9 +71,7 @@ def saver_of(run: LlamaRun) -> Saver:
 
 
 @contextmanager
-def started(
-    desk: Desk, case: Case, rank: int, store: Any, limit: float
-) -> Iterator[tuple[LlamaRun, Sent]]:
+def started(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> Iterator[LlamaRun]:
     """Connect the ranks of a case, build the run, and leave the group at the end."""
     config = desk.config(case)
     check_attention(config, pretrain_llama.model_provider)
@@ -119,10 +80,8 @@ def started(
     timeout = timedelta(seconds=2 * limit)
     own = dist.PrefixStore(f"{case.name}, {case.record}", store)
     connect(config, grid, CPU, own, timeout, lambda line: None)
-    sent = Sent()
-    grid.traced(sent)
     try:
-        yield build(config, grid, CPU, FailureMonitor()), sent
+        yield build(config, grid, CPU, FailureMonitor())
     finally:
         grid.close()
 
@@ -135,39 +94,20 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
             report.findings.append((kind, "", sentence))
         if report.findings:
             return asdict(report)
-    with started(desk, case, rank, store, limit) as (run, sent):
+    with started(desk, case, rank, store, limit) as run:
         if case.record >= 0:
             record(desk, case, run)
             return asdict(report)
         if case.oracle:
             ask_one_rank(desk, case, run, report)
-            done = False
         else:
-            done = take_steps(desk, case, run, report, sent)
-            if done and not by_choice(run):
-                plan(run, sent, report)
+            take_steps(desk, case, run, report)
             alone = run.grid.pp.size == run.grid.dp_cp.size == 1
             if alone and not case.load and not run.model.ctx.sp:
                 decode(run, report)
         if case.save:
             saver_of(run).save(2, 2 * run.config.batch.global_batch_size, must=True)
-        again = done and by_choice(run)
-    if again:
-        even = case._replace(name=f"{case.name}, even", flags=(*case.flags, EVEN))
-        with started(desk, even, rank, store, limit) as (run, sent):
-            step(run, 0)
-            with sent.counted():
-                step(run, 1)
-            plan(run, sent, report)
     return asdict(report)
-
-
-def by_choice(run: LlamaRun) -> bool:
-    """Return whether what a rank sends depends on which experts its tokens choose.
-
-    The dry run then states what an even choice sends.
-    """
-    return run.grid.ep.size > 1 and run.model.ctx.experts.dispatcher != "allgather"
 
 
 def record(desk: Desk, case: Case, run: LlamaRun) -> None:
@@ -240,64 +180,22 @@ def decode(run: LlamaRun, report: Report) -> None:
     report.findings += [("decode", "", line)] if line else []
 
 
-def take_steps(desk: Desk, case: Case, run: LlamaRun, report: Report, sent: Sent) -> bool:
-    """Record what is compared with one rank's; return if two steps were made.
-
-    sent: counts what the second step sends.
-    """
+def take_steps(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
+    """Record what is compared with one rank's."""
     if case.load:
         saver_of(run).resume.load()
         step(run, 2, desk.record(case.name, 2))
-        return False
+        return
     record_weights(run, desk.record(case.name, "initial"))
     start = desk.one_rank(case.tied, 0).whole("weight", "before")
     for _, _, piece in rectangles(run):
         if piece.name not in start or start[piece.name].shape != torch.Size(piece.shape):
-            return False  # the comparison of the initial weights says it
+            return  # the comparison of the initial weights says it
     put(run, start)
     run.sink.check = GradientCheck(run.grid, report.warnings.append)
     try:
         step(run, 0, desk.record(case.name, 0))
     except PlacementError as error:  # the run's own check of the first gradients; on all ranks
         report.findings.append(("replicas", str(error).partition(":")[0], str(error)))
-        return False
-    with sent.counted():
-        step(run, 1, desk.record(case.name, 1))
-    return True
-
-
-def plan(run: LlamaRun, sent: Sent, report: Report) -> None:
-    """Hold what the run keeps and sends against what the dry run states."""
-    try:
-        plan_differs(run, sent, report)
-    except Exception as error:
-        line = f"its dry run fails, {describe_error(error, run.config.model.model_file)}"
-        report.findings.append(("plan", "", line))
-
-
-def plan_differs(run: LlamaRun, sent: Sent, report: Report) -> None:
-    """Compare bytes by kind of memory, and by axis. Raises what the dry run raises."""
-    config, at = run.config, run.grid.pp.rank
-    planned = recording.record(config, pretrain_llama, [at], member=run.grid.rank)[at]
-    for kind, found in run.optimizer.memory().items():
-        if (kept := planned.start[kind]) != found:
-            line = f"it keeps {found:,} bytes of {kind}, and the dry run says {kept:,}"
-            report.findings.append(("plan", "", line))
-    stated: Counter[str] = Counter()
-    for row in rows(planned):
-        stated[row.axis] += row.sent
-    m, parallel = config.model, config.parallel
-    tokens = m.seq_length * config.batch.micro_batch_size
-    tokens //= parallel.context_parallel_size * (run.grid.tp.size if run.model.ctx.sp else 1)
-    if by_choice(run) and tokens * config.moe.moe_router_topk % config.moe.num_experts:
-        report.notes.append(
-            f"bytes over ep were not compared with the dry run's: {tokens} tokens a rank cannot "
-            "choose all experts equally often"
-        )
-        stated.pop("ep", None)
-        sent.bytes.pop("ep", None)
-    for axis in sorted(stated.keys() | sent.bytes.keys()):
-        found, should = sent.bytes[axis], stated[axis]
-        if abs(found - should) > ROUNDED:
-            line = f"it sends {found:,} bytes a step over {axis}, and the dry run says {should:,}"
-            report.findings.append(("plan", "", line))
+        return
+    step(run, 1, desk.record(case.name, 1))

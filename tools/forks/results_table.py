@@ -24,7 +24,6 @@ ALONE = {
     "rounded",
     "derivative",
     "decode",
-    "plan",
     "refused",
     "shape",
     "initial",
@@ -40,7 +39,6 @@ WORDY = {
     "raised",
     "refused",
     "hung",
-    "plan",
     "internal",
 }  # their sentences differ in more than a number
 BLOCKING = {

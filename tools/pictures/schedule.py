@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what every pipeline rank does when, simulated or measured, as a picture.
+"""Draw what every pipeline rank does when, as simulated.
 
 Each rank has a row: a box for each action, as wide as the action is long, with its micro-batch's
 number; pale time is idle. The strip under a row shows the activations that the rank holds over
-time. A plan and a run of it are drawn alike, so that the two pictures can be compared.
+time.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mpu.pipeline.schedules import Schedule
-from mpu.pipeline.simulate import Span, Timeline
+from mpu.pipeline.simulate import Simulation, Span
 from tools.pictures.style import DASHES, IDLE, INK, KINDS, QUIET, RULE, axes_at, lighter, page
-from tools.pictures.timeline import Summary, Wait, in_flight, rows, summary, usual_peak, waits
+from tools.pictures.timeline import in_flight, rows, usual_peak
 
 FOR_B_COLOUR, FOR_W_COLOUR = "#b4c2d8", "#a9d0bf"
 NAMES = {
@@ -26,55 +26,38 @@ TITLES |= {"zb-h1": "ZB-H1", "zb-v": "ZB-V", "v-half": "V-Half"}
 BOX, STRIP = 0.46, 0.31  # of a row: its boxes, and under them what the rank holds
 LEFT, RIGHT, TOP = 1.35, 0.75, 0.72  # inches left and right of the rows and above them
 DIGIT = 0.64  # width of a digit in heights of the font
-MOST_ARROWS = 48  # a picture that needs more is easier to read without them
 
 
 def draw(
-    timeline: Timeline,
-    schedule: Schedule,
-    path: Path,
-    *,
-    title: str | None = None,
-    subtitle: str | None = None,
-    unit: str = "",
-    axis: str = "",
-    until: float = 0.0,
+    said: Simulation, schedule: Schedule, path: Path, *, axis: str = "", until: float = 0.0
 ) -> None:
-    """Draw a timeline of a schedule to a .png or an .svg, by the path's suffix.
+    """Draw a simulated schedule to a .png or an .svg, by the path's suffix.
 
-    title, subtitle: replace `heading` and `caption`. unit: of the times. axis: what the time axis
-    counts, in words. until: where the time axis ends at least, so that pictures share a scale.
-    Raises ValueError for another suffix or no actions.
+    axis: what the time axis counts, in words. until: where it ends at least, so that pictures share
+    a scale. Raises ValueError for another suffix.
     """
-    if not any(timeline.ranks):
-        raise ValueError(f"{path}: no rank did anything, so there is nothing to draw")
-    ranks = rows(timeline, schedule)
-    numbers = summary(ranks)
+    ranks = rows(said.timeline, schedule)
     first = min(boxes[0].begin for boxes in ranks if boxes)
-    last = first + numbers.step
+    last = first + said.step
     lengths = sorted(box.end - box.begin for boxes in ranks for box in boxes)
     end = max(until, last)
     across = min(22.0, max(7.6, 0.05 * (end - first) / lengths[len(lengths) // 2]))
     row = 0.65 if len(ranks) <= 8 else 0.5
     wide, tall = LEFT + across + RIGHT, TOP + row * len(ranks) + 0.95
-    subtitle_text = caption(numbers, unit) if subtitle is None else subtitle
-    with page(path, wide, tall, title or heading(schedule), subtitle_text) as figure:
+    with page(path, wide, tall, heading(schedule), caption(said)) as figure:
         axes = axes_at(figure, LEFT, TOP, across, row * len(ranks), yticks=[])
         axes.set(xlim=(first, end), ylim=(len(ranks), 0))
-        axes.set_xlabel(f"time ({axis or unit})" if axis or unit else "time", loc="right")
+        axes.set_xlabel(f"time ({axis})" if axis else "time", loc="right")
         axes.spines["left"].set_visible(False)
         points = 72 * across / (end - first)  # of a unit of time
         digits = DIGIT * len(str(schedule.micro_batches - 1))
         number = min(8.0, max(5.0, (points * lengths[len(lengths) // 4] - 1) / digits))
         for rank, boxes in enumerate(ranks):
             _draw_boxes(axes, rank, boxes, schedule, points, number)
-            axes.barh(rank + BOX / 2, numbers.step, BOX, first, color=IDLE, zorder=0)
-            _draw_in_flight(axes, rank, boxes, schedule, numbers, last)
-            _name_row(axes, rank, schedule, numbers, 0.08 / across)
-        arrows = waits(ranks, schedule)
-        arrows = arrows if len(arrows) <= MOST_ARROWS else []
-        _draw_waits(axes, arrows)
-        _draw_legend(figure, ranks, schedule, max(numbers.peak), with_arrows=bool(arrows))
+            axes.barh(rank + BOX / 2, said.step, BOX, first, color=IDLE, zorder=0)
+            _draw_in_flight(axes, rank, boxes, schedule, said, last)
+            _name_row(axes, rank, schedule, said, 0.08 / across)
+        _draw_legend(figure, ranks, schedule, held=any(said.peak))
 
 
 def heading(schedule: Schedule) -> str:
@@ -84,12 +67,12 @@ def heading(schedule: Schedule) -> str:
     return f"{TITLES.get(schedule.name, schedule.name)}: {', '.join(sizes)}"
 
 
-def caption(numbers: Summary, unit: str = "") -> str:
+def caption(said: Simulation) -> str:
     """Return the numbers of a step as one line of text."""
-    step, bubble = (f"{x:.4g} {unit}".rstrip() for x in (numbers.step, numbers.bubble))
-    text = f"step {step}, {bubble} of it bubble ({numbers.bubble / numbers.step:.0%})"
-    peak = max(numbers.peak)
-    return text + (f"; at most {_count(peak, 'activation')} on a rank" if peak else "")
+    share = f"{said.bubble / said.step:.0%}"
+    text = f"step {said.step:.4g}, {said.bubble:.4g} of it bubble ({share})"
+    peak = max(said.peak)
+    return text + (f"; at most {_count(int(peak), 'activation')} on a rank" if peak else "")
 
 
 def _draw_boxes(
@@ -126,13 +109,13 @@ def _draw_in_flight(
     rank: int,
     boxes: Sequence[Span],
     schedule: Schedule,
-    numbers: Summary,
+    said: Simulation,
     last: float,
 ) -> None:
     """Draw the activations that a rank holds: for its B's, and on top of them for its W's."""
     curve = in_flight(boxes)
     floor, usual = rank + BOX + STRIP, usual_peak(schedule)
-    unit = 0.92 * STRIP / max(usual, *numbers.peak)
+    unit = 0.92 * STRIP / max(usual, *said.peak)
     times = [*(point.time for point in curve), last]
     for_b = [*(floor - unit * point.for_b for point in curve), floor]
     both = [*(floor - unit * (point.for_b + point.for_w) for point in curve), floor]
@@ -142,54 +125,28 @@ def _draw_in_flight(
         axes.fill_between(times, for_b, both, facecolor=FOR_W_COLOUR, **fill)
     span = (times[0], last)
     axes.hlines(floor, *span, color=RULE, linewidth=0.5)
-    if max(numbers.peak):
+    if any(said.peak):
         axes.hlines(floor - unit * usual, *span, color=RULE, linewidth=0.6, linestyle=DASHES)
 
 
-def _name_row(axes: Any, rank: int, schedule: Schedule, numbers: Summary, gap: float) -> None:
+def _name_row(axes: Any, rank: int, schedule: Schedule, said: Simulation, gap: float) -> None:
     """Write on the left which rank it is and its stages, on the right its numbers.
 
     gap: between rows and words, as a share of the rows' width.
     """
-    peak = f"peak {numbers.peak[rank]}" if max(numbers.peak) else ""
+    peak = f"peak {said.peak[rank]:g}" if any(said.peak) else ""
+    idle = 1 - said.busy[rank] / said.step
     for x, align, above, below in (
         (-gap, "right", f"rank {rank}", _stages(schedule, rank)),
-        (1 + gap, "left", f"idle {numbers.idle[rank]:.0%}", peak),
+        (1 + gap, "left", f"idle {idle:.0%}", peak),
     ):
         where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": align}
         axes.text(x, rank + BOX / 2, above, va="center_baseline", **where)
         axes.text(x, rank + BOX + STRIP / 2, below, va="center_baseline", color=QUIET, **where)
 
 
-def _draw_waits(axes: Any, arrows: Sequence[Wait]) -> None:
-    """Draw the messages that idle ranks waited for, from box to box.
-
-    Between neighbours an arrow is behind the boxes; one that passes other ranks is on them, in
-    a white edge.
-    """
-    from matplotlib.patheffects import withStroke
-
-    look = {"arrowstyle": "-|>", "color": "#555555", "linewidth": 0.7, "mutation_scale": 6}
-    look |= {"shrinkA": 0, "shrinkB": 0}
-    edge = {"path_effects": [withStroke(linewidth=2.2, foreground="white")]}
-    for sender, sent, taker, begun in arrows:
-        down, far = taker > sender, abs(taker - sender) > 1
-        axes.annotate(
-            "",
-            (begun, taker + (0 if down else BOX)),
-            (sent, sender + (BOX if down else 0)),
-            arrowprops=look | (edge if far else {}),
-            annotation_clip=False,
-            zorder=5 if far else 2,
-        )
-
-
 def _draw_legend(
-    figure: Any,
-    ranks: Sequence[Sequence[Span]],
-    schedule: Schedule,
-    peak: int,
-    with_arrows: bool,
+    figure: Any, ranks: Sequence[Sequence[Span]], schedule: Schedule, held: bool
 ) -> None:
     """Explain the boxes in one line and what is under them in the next."""
     from matplotlib.lines import Line2D
@@ -202,15 +159,12 @@ def _draw_legend(
         boxes.append(Patch(color=colour, label=f"chunk {chunk}"))
     boxes.append(Patch(color=IDLE, label="idle"))
     under: list[Any] = []
-    if peak:
+    if held:
         under.append(Patch(color=FOR_B_COLOUR, label="activations held for B"))
         if schedule.split:
             under.append(Patch(color=FOR_W_COLOUR, label="held for W"))
         most = f"the most that 1F1B holds, {usual_peak(schedule)}"
         under.append(Line2D([], [], color=RULE, linewidth=0.6, linestyle=DASHES, label=most))
-    if with_arrows:
-        wait = "message that a rank waited for"
-        under.append(Line2D([], [], color="#555555", linewidth=0.7, label=wait))
     wide, tall = figure.get_size_inches()
     for handles, up in ((boxes, 0.38), (under, 0.17)):
         where = (LEFT / wide, up / tall)

@@ -23,10 +23,8 @@ from tools.pictures.style import (
     QUIET,
     RULE,
     axes_at,
-    fitted,
     lighter,
     page,
-    text_width,
 )
 
 MATMULS = {"F": "forward matmul", "B": "dgrad matmul", "W": "wgrad matmul"}
@@ -41,6 +39,7 @@ NAME = 0.3  # of a rank's name, above its first line
 UNITS = 19.5  # of a line
 FONT: Any = {"fontsize": 6.5}
 PART_FONT: Any = {"fontsize": 8, "weight": "bold"}
+LETTER, PART_LETTER = 0.055, 0.08  # inches that a letter takes of the two, about
 CONTINUED = ", continued"
 
 
@@ -155,9 +154,9 @@ def _draw_box(axes: Any, box: Box, top: float) -> None:
         words = [box.what]
     elif box.stream != COMPUTE:
         words = [box.what, words[0]]
-    shown = [each for each in words if text_width(axes.figure, each, **FONT) <= room]
+    shown = [each for each in words if LETTER * len(each) <= room]
     if not shown and box.stream != COMPUTE and room > 0.2:
-        shown = [fitted(axes.figure, words[-1], room, **FONT)]
+        shown = [words[-1][: int(room / LETTER)]]
     for i, each in enumerate(shown):
         middle = top + ROW * (i + 0.5) / len(shown)
         where: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": ink}
@@ -174,9 +173,8 @@ def _name_blocks(axes: Any, boxes: Sequence[Box], begins: Sequence[float]) -> No
         of_block = [*some]
         begin, end = of_block[0].begin, of_block[-1].end
         axes.hlines(-0.03, begin, end, color=RULE, linewidth=0.8, clip_on=False)
-        words = fitted(axes.figure, block, (end - begin) * ACROSS / UNITS, fontsize=7.5)
-        axes.text((begin + end) / 2, -0.06, words, ha="center", va="bottom", color=QUIET,
-                  fontsize=7.5)  # fmt: skip
+        words = block[: int((end - begin) * ACROSS / UNITS / LETTER)]
+        axes.text((begin + end) / 2, -0.06, words, ha="center", va="bottom", color=QUIET, **FONT)
 
 
 def _name_parts(axes: Any, line: Line) -> None:
@@ -188,17 +186,15 @@ def _name_parts(axes: Any, line: Line) -> None:
     per_unit = ACROSS / UNITS
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         room = (following.begin if following else line.begin + UNITS) - part.begin
-        words = _that_fits(axes.figure, part.words, room * per_unit - 0.1)
+        words = _that_fits(part.words, int((room * per_unit - 0.1) / PART_LETTER))
         axes.text(part.begin + 0.08, -0.2, words, va="bottom", **PART_FONT)
         axes.vlines(part.begin, -0.32, axes.get_ylim()[0], color=RULE, linewidth=0.6, clip_on=False)
 
 
-def _that_fits(figure: Any, words: str, inches: float) -> str:
+def _that_fits(words: str, letters: int) -> str:
     """Return the name of an action, or as much of it as fits."""
-    for each in (words, words.removesuffix(CONTINUED), words.rpartition(" ")[2]):
-        if text_width(figure, each, **PART_FONT) <= inches:
-            return each
-    return fitted(figure, words, inches, **PART_FONT)
+    shorter = (words, words.removesuffix(CONTINUED), words.rpartition(" ")[2])
+    return next((each for each in shorter if len(each) <= letters), words[:letters])
 
 
 def _legend(figure: Any) -> None:

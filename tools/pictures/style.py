@@ -4,10 +4,9 @@
 A picture drawn again by the same matplotlib is the same file, bit for bit.
 """
 
-import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,17 +80,14 @@ def page(
     """
     check_name(path)
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), dpi=dpi)
-        FigureCanvasAgg(figure)  # it measures text, where the base class would draw the page for it
         left = 0.3 / width
         bold: Any = {"fontsize": 12, "weight": "bold"}
         plain: Any = {"fontsize": 8.5, "color": QUIET}
         for up, text, font in ((0.32, title, bold), (0.54, subtitle, plain)):
-            text = fitted(figure, text, width - 0.4, **font)
             figure.text(left, 1 - up / height, text, parse_math=False, **font)
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,63 +108,6 @@ def lighter(colour: str, share: float) -> str:
     """Mix a share of white into a colour."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
-
-
-LONGEST = 400  # letters of a text that is measured
-
-
-def text_width(figure: Any, text: str, **font: Any) -> float:
-    """Return the width in inches that a text has on a page, in points of matplotlib's fonts."""
-    with warnings.catch_warnings():  # of letters that no font has; a browser has other fonts
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        drawn = figure.text(0, 0, text, parse_math=False, **font)
-        width: float = drawn.get_window_extent().width / figure.dpi
-    drawn.remove()
-    return width
-
-
-def fitted(figure: Any, text: str, inches: float, **font: Any) -> str:
-    """Return a text as one line that is at most so wide, with "…" in place of its middle where it
-    is wider.
-    """
-    text = one_line(text)
-    if len(text) <= LONGEST and text_width(figure, text, **font) <= inches:
-        return text
-    fits, fits_not = 0, min(len(text), LONGEST)
-    while fits + 1 < fits_not:
-        some = (fits + fits_not) // 2
-        if text_width(figure, without_middle(text, some), **font) <= inches:
-            fits = some
-        else:
-            fits_not = some
-    return without_middle(text, fits)
-
-
-def one_line(text: str) -> str:
-    """Return a text, such as a file's name, as one line that can be drawn and written as UTF-8."""
-    words = text.encode("utf-8", "replace").decode().split()
-    return "".join(letter for letter in " ".join(words) if letter.isprintable())
-
-
-def without_middle(text: str, letters: int) -> str:
-    """Return so many letters of a text, from both of its ends, and "…" between them."""
-    if len(text) <= letters:
-        return text
-    tail = letters // 2
-    return f"{text[: letters - tail].rstrip()}…{text[len(text) - tail :].lstrip()}"
-
-
-def short_names(names: Sequence[str], letters: int) -> list[str]:
-    """Return names of at most about so many letters each, which differ where the names do.
-
-    What all of them begin with goes first, then the middle; a number tells equal ones apart.
-    """
-    lines = [one_line(name) for name in names]
-    if len(lines) > 1 and max(map(len, lines)) > letters:
-        same = len(os.path.commonprefix(lines))
-        lines = [f"…{line[same:]}" if same > 3 else line for line in lines]
-    short = [without_middle(line, letters) for line in lines]
-    return [f"{i}: {line}" if short.count(line) > 1 else line for i, line in enumerate(short, 1)]
 
 
 def shapes(picture: Path) -> list[str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what --profile asks for: torch's trace, and a timeline of each pipeline rank's actions.
 
-`python tools/draw_schedule.py --profile DIR` draws the timelines. --record-memory-history writes
-what CUDA's allocator did, for torch's viewer, https://pytorch.org/memory_viz.
+--record-memory-history writes what CUDA's allocator did, for torch's viewer,
+https://pytorch.org/memory_viz.
 """
 
 import json
