@@ -15,7 +15,7 @@ from model.load import load_model_file
 from mpu.comm.transport import Axis
 from tests.forecast.recorded import memory, recorded
 from tests.model.moe_twin import SPARSE
-from tests.model.test_moe_parity import BASE, KINDS, STEPS, held
+from tests.model.test_moe_parity import BASE
 from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
 from tests.saved import check_equal, stored
 from training.faults.monitor import FailureMonitor
@@ -28,13 +28,6 @@ RUN = BASE | dict(layers=3, lr=1e-2, clip=0.5, sp=False)
 
 def run_cases(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return [run_layout(comm, case, steps) for case in cases]
-
-
-@pytest.mark.prove
-def test_five_steps_are_the_twins(world: Any) -> None:
-    layouts = [dict(dp=2, ep=2, zero=1, dispatch="alltoall"), dict(tp=2, sp=True, ep=2)]
-    for case in (RUN | each | STEPS for each in layouts):
-        held(world, [case | dict(moe=KINDS["sigmoid, shared"])], steps=5)
 
 
 # --- bits
@@ -54,14 +47,12 @@ PIPES = [dict(pp=2, schedule=name, v=v) for name, v in VIRTUAL.items()]
     [
         (dict(dp=2, ep=2, dispatch="alltoall"), WAYS),
         pytest.param(dict(dp=2, ep=2, m=2), PIPES, marks=pytest.mark.prove),
-        pytest.param(dict(dp=2, ep=2), WAYS, marks=pytest.mark.prove),
         pytest.param(dict(dp=2, tp=2, sp=True, ep=4), WAYS, marks=pytest.mark.prove),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.prove)])
-def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any, dtype: str) -> None:
+def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any) -> None:
     """ZeRO stages, recomputation and schedules."""
-    cases = [RUN | dict(dtype=dtype, layers=4) | base | way for way in ways]
+    cases = [RUN | dict(dtype="bfloat16", layers=4) | base | way for way in ways]
     size = cases[0]["dp"] * cases[0]["tp"] * cases[0]["pp"]
     results = world(size).run(run_cases, cases, 2)
     for ranks in results:
@@ -118,23 +109,6 @@ def test_every_layout_makes_the_same_choices(world: Any) -> None:
     for case, every in zip(cases, joined, strict=True):
         assert every.keys() == joined[0].keys()
         assert all(torch.equal(chosen, joined[0][n]) for n, chosen in every.items()), case
-
-
-@pytest.mark.prove
-def test_the_share_of_flipped_choices_in_bf16_is_printed(world: Any) -> None:
-    """`-s` shows it: of layer 1, at equal weights, against dp 4. None flips in fp64."""
-    layouts = [dict(dp=4), dict(dp=4, ep=4, dispatch="alltoall"),
-               dict(tp=2, sp=True, dp=2, ep=4), dict(tp=2, sp=True, cp=2, ep=2)]  # fmt: skip
-    for dtype, most in (("bfloat16", 0.1), ("float64", 0.0)):
-        cases = [RUN | dict(dtype=dtype, s=48) | each for each in layouts]
-        results, joined = world(4).run(choices, cases), list[dict[int, torch.Tensor]]()
-        for i in range(len(cases)):
-            joined.append({n: chosen for ranks in results for n, chosen in ranks[i].items()})
-        for each, other in zip(layouts[1:], joined[1:], strict=True):
-            flips = sum(len({*a.tolist()} - {*other[n].tolist()}) for n, a in joined[0].items())
-            share = flips / sum(map(len, joined[0].values()))
-            print(f"{dtype}, {each}: {share:.2%} of the choices are others")
-            assert share <= most
 
 
 # --- checkpoints
@@ -251,13 +225,11 @@ LAYOUTS = [
     dict(dp=2, tp=2, sp=True, ep=4, zero=3, recompute="full"),
     dict(dp=2, pp=2, ep=2, zero=2, m=2),
 ]
-BOTH = [(layout, dispatch) for layout in LAYOUTS for dispatch in ("allgather", "alltoall")]
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "layout, dispatch",
-    BOTH,
+    "layout, dispatch", [*zip(LAYOUTS, ("allgather", "alltoall") * 2, strict=True)]
 )
 def test_bytes_and_memory_are_those_of_the_dry_run(world: Any, layout: Any, dispatch: str) -> None:
     """At an even choice: a rank's pairs divide by the experts."""
