@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """csrc/shared_memory.h under ThreadSanitizer, with threads as ranks (shared_memory_race.cpp).
 
-The workspace's protocol is clean, and every weakening of it is found.
+The workspace's protocol is clean, and every mistake in its use is found.
 """
 
 import os
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from tests.sampling import sampled
 
 SOURCE = Path(__file__).with_name("shared_memory_race.cpp")
 FLAGS = ["-std=c++17", "-fsanitize=thread", "-g", "-O1", "-pthread"]
@@ -59,17 +57,3 @@ def test_protocol_is_clean(build: Callable[..., Path]) -> None:
     for broken in ("skip-closed", "close-all", "one-phase"):
         ran = execute(binary, 4, 2000, broken)
         assert ran.returncode in (FOUND, WRONG_DATA), (broken, ran.stdout, ran.stderr)
-
-
-@pytest.mark.parametrize("macro", sampled(["RELAX_WAIT", "RELAX_SIGNAL", "RELAX_BARRIER"], 3))
-def test_weaker_order_is_found(build: Callable[..., Path], macro: str) -> None:
-    ran = execute(build(macro), 4, 2000)
-    assert ran.returncode == FOUND, (ran.stdout, ran.stderr)
-    assert "WARNING: ThreadSanitizer: data race" in ran.stderr
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_protocol_is_clean_for_long(build: Callable[..., Path], ranks: int) -> None:
-    ran = execute(build(), ranks, 50_000)
-    assert ran.returncode == 0, ran.stderr

@@ -99,22 +99,6 @@ def test_torch_is_adamw_written_out(dtype, skipped):
     assert opt.steps == (5 if skipped is None else 4)
 
 
-def test_torch_scales_in_its_kernel():
-    opt, segments = make("torch")
-    _, copies = make("torch")
-    groups = [{"params": copies[:2], "weight_decay": 0.1}, {"params": copies[2:3]}]
-    groups.append({"params": copies[3:], "weight_decay": 0.1})
-    plain = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
-    for step in range(4):
-        update(opt, segments, step)
-        give(step, copies)
-        for ours, theirs in zip(opt.groups, plain.param_groups, strict=True):
-            theirs["lr"] = ours["lr"]
-        plain.grad_scale, plain.found_inf = (1.0 / factor(step)).float(), torch.tensor(0.0)
-        plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(segments, copies, strict=True))
-
-
 class FusedAdam(torch.optim.Optimizer):
     """The capturable mode that apex and Transformer Engine share, in plain torch.
 
@@ -206,7 +190,7 @@ def packages(monkeypatch):
             sys.modules[path].FusedAdam = cls
 
 
-@pytest.mark.parametrize("skipped", [(), (0,), (2,), (4,), (0, 1, 3)])
+@pytest.mark.parametrize("skipped", [(), (0, 1, 3)])
 @pytest.mark.parametrize("backend", ["apex", "te"])
 def test_the_others_equal_torch(packages, backend, skipped):
     (opt, segments), (reference, copies) = make(backend), make("torch")
