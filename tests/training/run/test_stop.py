@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from mpu.comm.transport import Axis
 from training.run import stop as stop_module
 from training.run.stop import Agreement, StopSignal, _Flags
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = [
     (False, 0.0),
     (True, 0.0),
