@@ -94,21 +94,6 @@ def test_a_folder_of_transformers(launcher, tmp_path, file):
         assert says in said and f"leave {flag} out" in said
 
 
-OWN = [("examples/forks/windows.py", "--window-size 5"), ("examples/forks/widths.py", "")]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("file, flags", OWN)
-def test_an_architecture_of_its_own_resumes(launcher, tmp_path, file, flags):
-    sizes, saved = [*SIZES, "--model-file", file], tmp_path / "saved"
-    both = ("--save", saved, "--load", saved)
-    whole, _ = run(launcher, tmp_path, 4, *sizes, *flags.split())
-    first, _ = run(launcher, tmp_path, 2, *sizes, *flags.split(), *both)
-    second, _ = run(launcher, tmp_path, 3, *sizes, *flags.split(), *both)
-    third, _ = run(launcher, tmp_path, 4, "--model-file", file, "--use-checkpoint-args", *both)
-    assert first + second + third == whole
-
-
 OWN_FIELD = """from dataclasses import dataclass
 
 from model import llama

@@ -16,7 +16,7 @@ from mpu.comm.transport import Axis
 from tests.forecast.recorded import memory, recorded
 from tests.model.moe_twin import SPARSE
 from tests.model.test_moe_parity import BASE
-from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
+from tests.model.twin import config_of, micro_batches, run_layout, same_bits
 from tests.saved import check_equal, stored
 from training.faults.monitor import FailureMonitor
 from training.run import memory_report
@@ -60,55 +60,6 @@ def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any) -> None:
             assert other["losses"] == ranks[0]["losses"], case
             assert other["norms"] == ranks[0]["norms"], case
             assert same_bits(other["weights"], ranks[0]["weights"]), case
-
-
-def choices(comm: Any, cases: list[dict[str, Any]]) -> list[dict[int, torch.Tensor]]:
-    """Return {sample x s + position: experts} of layer 1 for this rank's tokens."""
-    found = []
-    for case in cases:
-        config = config_of(case)
-        grid = comm.grid(case["tp"], case["cp"], ep=config.expert_model_parallel_size)
-        run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
-        seen: dict[int, torch.Tensor] = {}
-        mlp = run.model.layers["1"].mlp
-        for batch in micro_batches(case, grid.dp.rank, 0, (grid.cp.rank, grid.cp.size)):
-            plans = []
-            plan = mlp.dispatcher.plan
-            mlp.dispatcher.plan = lambda choice, load, plan=plan, to=plans: (
-                to.append(choice) or plan(choice, load)
-            )
-            with torch.no_grad():
-                run.model(batch.tokens, None, batch.position_ids, batch.packed_seq_params)
-            del mlp.dispatcher.plan
-            b, s = batch.tokens.shape
-            positions = torch.arange(s).expand(b, s)
-            if batch.position_ids is not None:
-                positions = batch.position_ids
-            numbers = (batch.first_sample + torch.arange(b))[:, None] * 1000 + positions
-            rows = numbers.t().chunk(grid.tp.size)[grid.tp.rank].flatten()
-            (choice,) = plans
-            seen |= {int(n): chosen for n, chosen in zip(rows, choice, strict=True)}
-        found.append(seen)
-    return found
-
-
-@pytest.mark.prove
-def test_every_layout_makes_the_same_choices(world: Any) -> None:
-    """In fp64, where no score hangs on rounding."""
-    layouts = [dict(dp=4), dict(dp=4, ep=2), dict(dp=4, ep=4, dispatch="alltoall"),
-               dict(tp=2, sp=True, dp=2, ep=4), dict(tp=2, sp=True, cp=2, ep=2)]  # fmt: skip
-    cases = [RUN | each for each in layouts]
-    results = world(4).run(choices, cases)
-    joined = []
-    for i in range(len(cases)):
-        every: dict[int, torch.Tensor] = {}
-        for ranks in results:
-            every |= ranks[i]
-        joined.append(every)
-    assert len(joined[0]) == batch_of(RUN)["tokens"].numel()
-    for case, every in zip(cases, joined, strict=True):
-        assert every.keys() == joined[0].keys()
-        assert all(torch.equal(chosen, joined[0][n]) for n, chosen in every.items()), case
 
 
 # --- checkpoints

@@ -12,8 +12,6 @@ ALL, SHARED, QWEN3 = dict(dispatch="alltoall"), KINDS["sigmoid, shared"], KINDS[
 TP = dict(tp=2, sp=True)
 PP = dict(pp=2, dp=2, ep=2, m=2)
 ODD: dict[str, dict[str, Any]] = {
-    "ep across cp and dp": ALL | dict(cp=2, dp=2, ep=4, zero=3, moe=QWEN3),
-    "ep larger than dp": ALL | TP | dict(cp=2, ep=4, zero=2, moe=SHARED),
     "one expert a rank": ALL | dict(dp=4, ep=4, zero=1, moe=SPARSE | dict(num_experts=4)),
     "ranks without rows": ALL | dict(dp=4, ep=4, zero=3, m=2, moe=SPARSE | dict(num_experts=128)),
     "uneven stages, sparse and dense": ALL
@@ -29,7 +27,6 @@ ODD: dict[str, dict[str, Any]] = {
         dp=4, ep=2, zero=3, each=True, m=2, gather=True
     ),
     "rings over tp": TP | dict(dp=2, ep=4, path="ring", moe=SHARED),
-    "tied ends of a V": ALL | PP | dict(zero=3, schedule="zb-v", v=2, tied=True, moe=QWEN3),
     "pp fastest": PP | dict(order="pp-dp-tp-cp", zero=3, schedule="1f1b"),
     "weight gradients wait": ALL | PP | dict(schedule="1f1b", defer=True),
     "one expert a token": ALL

@@ -184,18 +184,3 @@ def test_a_run_resumes_in_another_layout_and_is_not_taken_for_a_llama(launcher, 
     with torch.no_grad():
         mine, wanted = ours(tokens)[..., :100].transpose(0, 1), theirs(tokens).logits
     assert (mine - wanted).norm() < 1e-5 * wanted.norm()
-
-
-@pytest.mark.prove
-def test_a_run_takes_up_a_hugging_face_directory(launcher, tmp_path):
-    """--use-checkpoint-args finds the model's file; without it a Llama refuses the weights."""
-    hugging_face(tmp_path / "hf", **FEW, vocab_size=100)
-    flags = f"{COMMON} --train-iters 2 --finetune --load {tmp_path}/hf"
-    tp2 = "--tensor-model-parallel-size 2"
-    result = run(launcher, 2, f"{flags} --use-checkpoint-args {tp2}")
-    assert "loaded the weights" in result.said(0, "out")
-    refused = run(
-        launcher, 1, f"{flags} --num-layers 2 --hidden-size 32 --num-attention-heads 4", 2
-    )
-    why = "config.json: model_type is 'qwen3', which the file of 'llama' models does not compute"
-    assert why in refused.said(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of tests/model/test_parity.py with Triton's kernels, in its interpreter.
 
-More layouts run in csrc/fused.cpp (tests/model/test_fused_parity.py). In fp64, each gradient within
+tests/model/test_parity.py itself runs in csrc/fused.cpp. In fp64, each gradient within
 1e-12 of the serial twin's norm: norm with the residual add, RoPE, SwiGLU. The kernels of the loss
 and of AdamW know no fp64, so csrc or torch does these there. In fp32 all of them run, for two
 steps, within 1e-4.
@@ -14,18 +14,10 @@ import pytest
 pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.model.fused_on import KERNELS, on_kernels
-from tests.model.test_fused_parity import fused
-from tests.model.test_parity import twins  # noqa: F401  # a fixture
+from tests.model.test_parity import cases, twins  # noqa: F401  # a fixture
 from tests.model.twin import Twin, check
 
 NARROW = dict(dtype="float32", backend="triton", lr=1e-2)
-
-
-def layouts(size: int) -> list[dict]:
-    """List the matrix, every second layout with the loss in chunks, and two with masks."""
-    found = fused(size)
-    found = [{k: v for k, v in c.items() if k != "chunk" or i % 2} for i, c in enumerate(found)]
-    return found + [case | {"masks": True, "recompute": None} for case in found[:2]]
 
 
 def compare(world, twin_of, size: int, some: list[dict]) -> None:
@@ -48,7 +40,7 @@ def compare_narrow(world, size: int, some: list[dict]) -> None:
 
 def one(seed: int) -> list[dict]:
     """Draw a layout of two ranks that cut tensors: the interpreter takes seconds a micro-batch."""
-    return [random.Random(seed).choice([c for c in layouts(2) if c["m"] == 1 and c["tp"] == 2])]
+    return [random.Random(seed).choice([c for c in cases(2) if c["m"] == 1 and c["tp"] == 2])]
 
 
 @pytest.mark.prove

@@ -169,15 +169,6 @@ def test_a_sum_leaves_before_the_next_gradients_are_ready(world, zero, m):
                 assert at(events, "done", i + 1)[-1] < arrived, (i, "was waited for at once")
 
 
-@pytest.mark.parametrize("zero", sampled([0, 3], 2))
-def test_without_overlap_all_sums_leave_at_the_end(world, zero):
-    for events in events_of(world, dict(zero=zero, m=3, overlap=False)):
-        (finish,) = at(events, "finish")
-        left = buckets_of(events, "sum")
-        assert left == list(range(len(left))) and len(left) >= 5
-        assert all(i > finish for i, e in enumerate(events) if e.what == "sum")
-
-
 @pytest.mark.parametrize("zero", sampled([3, 1], 2))
 def test_gradients_travel_in_the_last_micro_batch_only(world, zero):
     for events in events_of(world, dict(zero=zero, m=3)):
@@ -322,10 +313,3 @@ def test_new_weights_travel_under_the_next_forward(world, zero):
             first = at(two, "use", b)[0]
             assert two[first - 1][:2] == ("gathered", b)
             assert two[first].action == "F chunk 0 micro-batch 0"
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_without_gathering_ahead_the_update_waits_for_its_weights(world, zero):
-    for events in events_of(world, dict(zero=zero, gather=False)):
-        gathers = buckets_of(events, "gather")
-        assert sorted(gathers) == sorted(buckets_of(events, "gathered")) and len(gathers) >= 5

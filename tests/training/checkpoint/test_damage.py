@@ -20,8 +20,6 @@ from training.checkpoint import (
 )
 from training.checkpoint.pieces import NamedPiece, whole
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())

@@ -92,19 +92,12 @@ def part(starts: list[Any], sizes: list[Any], file: Any = "f") -> list[Any]:
 
 ABSURD = [
     entry([2**62] * 400_000, [part([0] * 400_000, [2**62] * 400_000)]),
-    entry([2**62] * 8, [part([0] * 8, [2**62] * 8)]),
     entry([2] * 9, [part([0] * 9, [2] * 9)]),
-    entry([1] * 8, [part([0] * 8, [1] * 8)] * 300_000),
     entry([4], [part([0], [2]), part([0], [2])]),
-    entry([4], [part([0], [2])]),
     entry([4, 4], [part([0, 0], [2, 4]), part([1, 0], [3, 4])]),
-    entry([-1], []),
     entry([4.0], [part([0], [4])]),
-    entry([True], [part([0], [1])]),
     entry([4], [part([0], [4], file=["f"])]),
-    entry([4], [part([0], ["4"])]),
     entry([4], [part([0], [4])], dtype="I8"),
-    entry([4], "part"),
 ]
 
 

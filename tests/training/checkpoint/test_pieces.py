@@ -39,12 +39,6 @@ def pieces_of(
     return pieces + state_pieces(moments, params, names, lambda param: holders), model
 
 
-def rows(pieces: list[NamedPiece]) -> list[list]:
-    return [
-        [p.name, "F32", list(p.shape), "f", p.key, list(p.starts), list(p.sizes)] for p in pieces
-    ]
-
-
 def test_padding_is_no_part_of_a_piece() -> None:
     last = [p for p in pieces_of(4, 4, 1, 3)[0] if p.name == "lm_head.weight"]
     # 250 rows over 4 ranks of 64: the last holds 192..250

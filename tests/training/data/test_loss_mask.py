@@ -283,19 +283,6 @@ def test_a_mask_that_is_written_to_during_a_run_is_an_error():
         dataset.loss_mask(0)
 
 
-def test_data_in_which_no_token_counts():
-    write("none", 4, marks=lambda tokens: tokens < 0)
-    said = []
-    sentence = "the train documents of none have no token that none.loss_mask counts in the loss"
-    with pytest.raises(ValueError, match=f"{sentence}, so no token would be trained on"):
-        data_of("--data-path none --split 1")
-    data_of("--data-path 0.5 none 0.5 a --split 1", said.append)
-    assert any("none have no token that none.loss_mask counts" in line for line in said)
-    said.clear()
-    found = data_of("--train-data-path a --valid-data-path none", said.append)
-    assert found["valid"] is None and any("none have no token" in line for line in said)
-
-
 def test_a_mask_is_no_data():
     with pytest.raises(UsageError, match=r"a\.loss_mask: it is the loss mask of a: name a alone"):
         read("--data-path a.loss_mask", base=BASE)

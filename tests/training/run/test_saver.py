@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +159,6 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     shard.write_bytes(data)
     assert len(run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")) == 2
     assert "step_00000005 is skipped" in capsys.readouterr().out
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Do it in a child that never comes back into the tests."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
 
 
 def fail_saves(monkeypatch: pytest.MonkeyPatch, which: set[int]) -> list[int]:

@@ -296,28 +296,6 @@ def test_rows_are_the_same_bytes_under_context_parallelism(world, size):
     world(size).run(over_tokens, [(s, "hybrid") for s in BLOCKS])
 
 
-def in_bf16(comm) -> None:
-    """wgrad of what is not in float8 is the plain one, beside dgrad on every path."""
-    for kind in ("column", "row"):
-        whole = pass_through(Grid(), False, "none", "rowwise", "hybrid", kind, wgrad=False)
-        for path, deferred in (("none", False), ("ring", False), ("symmetric", False), ("none", 1)):
-            grid = comm.grid(2, memory=path == "symmetric")
-            part = pass_through(grid, True, path, "rowwise", "hybrid", kind, deferred, wgrad=False)
-            own = part["own"]
-            wanted = {
-                "dw": whole["dw"][own] if kind == "column" else whole["dw"][:, own],
-                "dx": whole["dx"][part["shard"]] if kind == "column" else whole["dx"][..., own],
-            }
-            for what in wanted:
-                error = (part[what] - wanted[what]).norm() / wanted[what].norm()
-                assert error < 1e-14, f"{kind} {path} {deferred}: {what} {error:.1e}"
-
-
-@pytest.mark.prove
-def test_wgrad_in_bf16_is_that_of_one_rank_on_every_path(world):
-    world(2).run(in_bf16)
-
-
 def every_layout(comm, t: int, recipes: list, every: int = 1) -> None:
     """every: of the ways to run a layer, the share that is played, others for each recipe."""
     ways = [(False, "none"), (True, "none"), (True, "ring"), (True, "symmetric")]
