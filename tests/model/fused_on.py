@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run layouts of tests/model/twin.py with every fused operation on, and count what was called.
+"""Run layouts of tests/model/twin.py by Triton's kernels, and count what was called.
 
-On a CPU these are the functions of csrc/fused.cpp and the chunked loss. For Triton's kernels, in a
-world whose triton is the interpreter, the predicates are told that a CPU tensor is on a GPU.
+In a world whose triton is the interpreter the predicates are told that a CPU tensor is on a GPU.
 
     fp64    Triton's norm, RoPE and SwiGLU; the loss by csrc, as its kernels know no fp64
     fp32    these, the kernels of the loss and that of AdamW
@@ -17,30 +16,12 @@ import torch
 
 from tests.model.twin import run_layout
 
-CSRC = {
-    "norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_backward", "softmax_stats",
-    "softmax_gradient",
-}  # fmt: skip
 KERNELS = {
     "float64": {"norm_forward", "norm_backward", "fold", "rope", "swiglu_forward",
                 "swiglu_backward"},
     "float32": {"norm_forward", "norm_backward", "fold", "rope", "swiglu_forward",
                 "swiglu_backward", "softmax_stats", "softmax_gradient", "adamw"},
 }  # fmt: skip
-
-
-def on_csrc(comm, some: list[dict], steps: int = 1) -> list[dict]:
-    """Run cases on one rank by csrc/fused.cpp; each result has the names called, as "called"."""
-    from mpu.layers import cross_entropy, fused
-
-    found = []
-    for case in some:
-        called: Counter[str] = Counter()
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (fused, cross_entropy):
-                patch.setattr(module, "call", counted(module.call, called, by_first=True))
-            found.append(run_layout(comm, case, steps) | {"called": called})
-    return found
 
 
 def on_kernels(comm, some: list[dict], steps: int = 1) -> list[dict]:
@@ -77,10 +58,10 @@ def taken(*tensors: torch.Tensor, accumulate: torch.dtype | None = None) -> bool
 
 
 def counted(
-    call: Callable[..., Any], called: Counter[str], name: str = "", by_first: bool = False
+    call: Callable[..., Any], called: Counter[str], name: str
 ) -> Callable[..., Any]:
     def wrapped(*args: Any, **named: Any) -> Any:
-        called[args[0] if by_first else name] += 1
+        called[name] += 1
         return call(*args, **named)
 
     return wrapped

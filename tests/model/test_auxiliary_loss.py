@@ -12,9 +12,8 @@ import torch
 
 from mpu.context import LayerContext
 from mpu.param import Region
-from mpu.pipeline.schedules import CHUNKS
 from tests.model.test_pipeline_parity import LAYERS, case_of
-from tests.model.twin import Twin, check, run_cases, run_layout
+from tests.model.twin import Twin, check, run_cases
 from tests.sampling import sampled
 
 WEIGHT = 0.01
@@ -74,12 +73,7 @@ def compare(world, size: int, some: list[dict]) -> None:
             assert result["auxiliary"] == pytest.approx(loss - plain, rel=1e-12), case
 
 
-ALWAYS = ("zb-v",)
-
-
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(c, marks=[] if c in ALWAYS else pytest.mark.prove) for c in CHUNKS]
-)
+@pytest.mark.parametrize("schedule", sampled(["zb-v", "interleaved"], 2))
 def test_every_schedule_has_the_twins_loss_and_gradients(world, fork, schedule):
     """Plain, recomputed in two ways, tied; with loss masks, which the blocks' loss ignores."""
     more = dict(file=fork)
@@ -106,17 +100,6 @@ def test_tensor_sequence_context_and_data_parallelism(world, fork, size):
         case_of("interleaved", 2, 2, 1, 2, False, zero=3, masks=True, **more),
     ]
     compare(world, size, two if size == 2 else four)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("schedule", ALWAYS)
-def test_it_trains_as_the_twin(world, fork, schedule):
-    """Six steps of AdamW: losses and norms of each step."""
-    case = case_of(schedule, 2, 4, 1, 1, False, file=fork, lr=1e-2, clip=0.1)
-    losses, norms = SquareTwin(False, LAYERS, case["rows"]).train(6, lr=1e-2, clip=0.1, case=case)
-    for result in world(2).run(run_layout, case, 6):
-        assert result["losses"] == pytest.approx(losses, rel=1e-12)
-        assert result["norms"] == pytest.approx(norms, rel=1e-10)
 
 
 def of_heads(comm) -> None:

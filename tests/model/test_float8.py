@@ -138,29 +138,17 @@ def agrees(world, scaling: str, layout: tuple, steps: int) -> None:
     expected = alone(scaling, flags[: len(ONE)], steps)
     error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     assert error < 1e-9, f"{scaling} {size} ranks, tp {t}, {path}, {flags}: {error:.1e}"
-    assert steps < 100 or losses[-1] < 0.7 * losses[0]
 
 
-def layouts_agree(world, scaling: str, layouts: list, steps: int) -> None:
-    for layout in layouts:
-        agrees(world, scaling, layout, steps)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        pytest.param(s, marks=[] if s == "tensorwise" else pytest.mark.prove)
-        for s in BLOCKS
-    ],
-)
-def test_layouts_take_the_same_steps(world, scaling):
-    layouts_agree(world, scaling, [LAYOUTS[i] for i in (1, 10)], 2)
+def test_layouts_take_the_same_steps(world):
+    for i in (1, 10):
+        agrees(world, "tensorwise", LAYOUTS[i], 2)
 
 
 @pytest.mark.parametrize(
     "more", sampled(["--recompute-granularity full --recompute-method uniform", ""], 2)
 )
-@pytest.mark.parametrize("scaling", sampled([*BLOCKS, "delayed"][::-1], 4))
+@pytest.mark.parametrize("scaling", sampled(["delayed", "mxfp8"], 2))
 def test_weights_become_float8_once_a_step(scaling, more, monkeypatch):
     """And after an update again; the steps are those of weights converted for each micro-batch."""
     made, own = Counter[str](), Float8.operand
@@ -186,20 +174,11 @@ def test_weights_become_float8_once_a_step(scaling, more, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*(each[1] for each in told), strict=True))
 
 
-LONG = {scaling: [8] for scaling in BLOCKS}  # of LAYOUTS; the others take 10 steps below
-LONG["rowwise"] = [*range(len(LAYOUTS))]  # whose ranks agree on most scales
-
-
 @pytest.mark.prove
-@pytest.mark.parametrize("scaling, i", [(s, i) for s, some in LONG.items() for i in some])
-def test_layouts_take_the_same_300_steps(world, scaling, i):
-    agrees(world, scaling, LAYOUTS[i], 300)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("scaling", [s for s in BLOCKS if s != "rowwise"])
-def test_every_layout_takes_the_same_10_steps(world, scaling):
-    layouts_agree(world, scaling, LAYOUTS, 10)
+@pytest.mark.parametrize("scaling", BLOCKS)
+def test_every_layout_takes_the_same_5_steps(world, scaling):
+    for layout in LAYOUTS:
+        agrees(world, scaling, layout, 5)
 
 
 @cache
@@ -209,20 +188,12 @@ def without(flags: str, steps: int) -> float:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("scaling", BLOCKS)
-def test_the_loss_is_within_a_percent_of_that_without_float8(scaling, name):
-    flags = flags_of(scaling, ONE + "--bf16").replace("hybrid", name)
+def test_the_loss_is_within_a_percent_of_that_without_float8(scaling):
+    flags = flags_of(scaling, ONE + "--bf16")
     plain = " ".join(flags.split("--fp8-format")[0:1]) + ONE + "--bf16"
     losses = advance(begin(Grid(), flags), 0, 300, up_and_down)
     assert np.mean(losses[-50:]) == pytest.approx(without(plain, 300), rel=0.01)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_nothing_is_nan_in_2000_steps(world, scaling):
-    losses = followed(world, 2, 2, flags_of(scaling, f"{ONE} {SP} --bf16"), 2000)
-    assert np.isfinite(losses).all() and np.mean(losses[-50:]) < 0.5 * losses[0]
 
 
 def chosen_apart(comm, flags: str) -> tuple[list[str], list[float]]:

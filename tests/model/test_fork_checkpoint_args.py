@@ -23,14 +23,6 @@ COMMON = {
 UNTIED = "--untie-embeddings-and-output-weights"
 # by file: transformers' config, its fields besides COMMON, the same as flags, and one to contradict
 FORKS = {
-    "examples/forks/gemma2.py": (
-        "Gemma2Config",
-        {"head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 40.0,
-         "final_logit_softcapping": 25.0, "sliding_window": 8, "tie_word_embeddings": True},
-        "--kv-channels 16 --query-pre-attn-scalar 20 --attn-logit-softcapping 40 "
-        "--final-logit-softcapping 25 --sliding-window 8 --norm-epsilon 1e-6",
-        "--sliding-window 9",
-    ),
     "examples/forks/gemma3.py": (
         "Gemma3TextConfig",
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8,
@@ -43,15 +35,6 @@ FORKS = {
         "--rotary-base 500000 --rope-local-base-freq 20000 --norm-epsilon 1e-6",
         "--sliding-window 9",
     ),
-    "examples/forks/glm4.py": (
-        "Glm4Config", {"head_dim": 16, "attention_bias": False},
-        f"{UNTIED} --kv-channels 16 --no-attention-bias --norm-epsilon 1.5625e-7",
-        "--rotary-factor 0.25",
-    ),
-    "examples/forks/phi.py": (
-        "PhiConfig", {"partial_rotary_factor": 0.25, "hidden_act": "gelu_new"},
-        f"{UNTIED} --rotary-factor 0.25 --norm-epsilon 1e-5", "--rotary-factor 0.5",
-    ),
     "examples/forks/granite.py": (
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
@@ -59,18 +42,6 @@ FORKS = {
         f"{UNTIED} --embedding-multiplier 3 --attention-multiplier 0.2 --residual-multiplier 0.5 "
         "--logits-scaling 2 --norm-epsilon 1e-6",
         "--residual-multiplier 0.25",
-    ),
-    "examples/forks/olmo2.py": ("Olmo2Config", {}, f"{UNTIED} --norm-epsilon 1e-5", ""),
-    "examples/forks/phi3.py": (
-        "Phi3Config", {"pad_token_id": 0}, f"{UNTIED} --norm-epsilon 1e-5", "",
-    ),
-    "examples/forks/bitnet.py": (
-        "BitNetConfig", {}, f"{UNTIED} --norm-epsilon 1e-5 --rotary-base 500000", "",
-    ),
-    "examples/forks/arcee.py": ("ArceeConfig", {}, f"{UNTIED} --norm-epsilon 1e-5", ""),
-    "model/qwen2.py": ("Qwen2Config", {}, f"{UNTIED} --norm-epsilon 1e-6", ""),
-    "model/qwen3.py": (
-        "Qwen3Config", {"head_dim": 16}, f"{UNTIED} --kv-channels 16 --norm-epsilon 1e-6", "",
     ),
     "model/moe.py": (
         "Qwen3MoeConfig",
@@ -121,21 +92,6 @@ def test_a_folder_of_transformers(launcher, tmp_path, file):
         _, said = run(launcher, tmp_path, 4, *taken, *folder, flag, value, code=2)
         says = f"{flag} {value} contradicts --use-checkpoint-args: {tmp_path}/hf has "
         assert says in said and f"leave {flag} out" in said
-
-
-OWN = [("examples/forks/windows.py", "--window-size 5"), ("examples/forks/widths.py", "")]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("file, flags", OWN)
-def test_an_architecture_of_its_own_resumes(launcher, tmp_path, file, flags):
-    sizes, saved = [*SIZES, "--model-file", file], tmp_path / "saved"
-    both = ("--save", saved, "--load", saved)
-    whole, _ = run(launcher, tmp_path, 4, *sizes, *flags.split())
-    first, _ = run(launcher, tmp_path, 2, *sizes, *flags.split(), *both)
-    second, _ = run(launcher, tmp_path, 3, *sizes, *flags.split(), *both)
-    third, _ = run(launcher, tmp_path, 4, "--model-file", file, "--use-checkpoint-args", *both)
-    assert first + second + third == whole
 
 
 OWN_FIELD = """from dataclasses import dataclass

@@ -8,7 +8,6 @@ a second output layer with a loss of its own. Nothing else is changed.
 import importlib.util
 import subprocess
 import sys
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -17,12 +16,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_llama
-from forecast.recording import ACTIVATIONS, LOGITS, WORKING, Recording, record
-from forecast.traffic import SMALL, traffic
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from tests.sampling import sampled
 from tests.training.small_llama import read
 from tools import plan
 from training.flags import model_sizes
@@ -95,11 +91,6 @@ def fork(path):
     return provider_of(path)
 
 
-def recorded(path: str, flags: str) -> Recording:
-    """Return the recording of the fork on one rank."""
-    return record(read(f"{FLAGS} {flags} --model-file {path}"), pretrain_llama)[0]
-
-
 def real(config, provider, grid=None):
     """Build the fork on a CPU, in fp64, with weights."""
     kinds = (torch.float64, torch.float64, torch.device("cpu"), GradientSink(torch.float64))
@@ -145,85 +136,17 @@ def test_the_balance_knows_each_layer(fork, p):
     assert max(pipeline_stages.costs(config, fork).forward) == found
 
 
-@pytest.mark.parametrize(
-    "more", sampled(["--recompute-granularity full --recompute-num-layers 2", ""], 2)
-)
-def test_what_is_kept_for_backward(fork, path, more):
-    """Against what autograd keeps in a real forward: three norms a layer, both heads' logits."""
-    stage, whole = recorded(path, f"--fp64 {more}"), recorded(path, "--fp64")
-    config = read(f"{FLAGS} --fp64")
-    tokens = tokens_of(config)
-    assert stage.most(LOGITS) == 2 * tokens.numel() * 300 * 8
-    kept, model = {}, real(config, fork)
-    model.rope(None, 32)
-    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model._rope]}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known and tensor.is_floating_point():
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens, tokens)
-    # three numbers, tables of 4 sines and 4 cosines, tokens, labels and the other labels
-    beside = 3 * 8 + 2 * 4 * 32 * 8 + 3 * 8 * tokens.numel()
-    most = whole.most(ACTIVATIONS)
-    assert most + whole.most(LOGITS) == sum(kept.values()) + beside
-    if more:
-        assert stage.most(ACTIVATIONS) < most and stage.most(WORKING) > 2 * most / 8
-
-
-def traced(comm, path: str, flags: str) -> tuple[Counter, list[str]]:
-    """Run a micro-batch on two tensor-parallel ranks; return what was sent, and the norms."""
-    seen: Counter = Counter()
-
-    class Trace:
-        def issued(self, verb, axis, tensor, sent, async_op, label):
-            whole = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
-            seen[axis.name, verb, whole] += 1
-
-    config, grid = read(flags, 2), comm.grid(2)
-    model = real(config, provider_of(path), grid.traced(Trace()))
-    tokens = tokens_of(config)
-    model(tokens, tokens).sum().backward()
-    grid.traced(None)
-    norms = [name for name, p in model.named_parameters() if p.placement.reduce_axes]
-    return seen, norms
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("sp", ["--sequence-parallel", ""])
-def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
-    path = write_fork(tmp_path)
-    flags = f"{FLAGS} --tensor-model-parallel-size 2 {sp} --fp64"
-    seen, norms = world(2).run(traced, path, flags)[0]
-    rows = traffic(read(f"{flags} --model-file {path}", 2), pretrain_llama)
-    once = ("grad sum", *SMALL)
-    found = Counter[tuple[str, str, int]]()
-    for row in rows:
-        if row.purpose not in once:
-            found[row.axis, row.verb, row.bytes] += row.times
-    assert found == seen
-    loss = ("tp", "all_gather", 2 * 3 * 2 * 32 * 8)
-    assert seen[loss] == 2  # one a head
-    # a micro-batch's norms are summed once a step, three a layer and the last one
-    partial = [row.bytes for row in rows if row.axis == "tp" and row.purpose == "grad sum"]
-    padded = -(-len(norms) * 1024 // 2048) * 2048 * 8  # each to a block, all of them to two
-    assert partial == ([padded] if sp else [])
-    assert len(norms) == (3 * 7 + 1 if sp else 0)
+ITEM = ("x * x.abs().max().item()", "item() cannot be called on meta tensors: the model asks")
 
 
 @pytest.mark.parametrize(
-    "wrong, says",
+    "program, wrong, says",
     [
-        ("x * x.abs().max().item()", "item() cannot be called on meta tensors: the model asks"),
-        ("x @ x", "RuntimeError: "),
-        ("x + nowhere", "NameError: name 'nowhere' is not defined"),
+        ("--dry-run", *ITEM),
+        ("", "x @ x", "RuntimeError: "),
+        ("plan.py", "x + nowhere", "NameError: name 'nowhere' is not defined"),
+        pytest.param("--rehearse", *ITEM, marks=pytest.mark.prove),
     ],
-)
-@pytest.mark.parametrize(
-    "program", ["--dry-run", "", "plan.py", pytest.param("--rehearse", marks=pytest.mark.prove)]
 )
 def test_a_forward_that_fails_on_meta_tensors_is_named_by_its_line(
     program, wrong, says, tmp_path, capsys, monkeypatch

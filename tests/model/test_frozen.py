@@ -157,13 +157,13 @@ def at_first(tied: bool, layers: int, masks: bool, pattern: str) -> tuple[Twin, 
     return twin, loss, norm
 
 
-@pytest.mark.parametrize("first", sampled(range(0, 72, 3), 24))
+@pytest.mark.parametrize("first", sampled(range(0, 24, 3), 8))
 def test_any_subset_on_two_ranks(world, first):
     compare(world, 2, [*range(first, first + 3)])
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("first", range(100, 184, 3))
+@pytest.mark.parametrize("first", range(100, 124, 3))
 def test_any_subset_on_four_ranks(world, first):
     compare(world, 4, [*range(first, first + 3)])
 
@@ -174,10 +174,9 @@ def expert_case(i: int, name: str) -> dict:
 
 
 PAIRS = [(i, name) for n, name in enumerate(MOE) for i in range(n, len(SAMPLE), len(MOE))]
-PAIRS += [(i, name) for n, name in enumerate(MOE) for i in range(n + 3, len(SAMPLE), len(MOE))]
 
 
-@pytest.mark.parametrize("i, name", sampled(PAIRS, 32))
+@pytest.mark.parametrize("i, name", sampled(PAIRS, len(PAIRS)))
 def test_routers_and_experts(world, i, name):
     case = expert_case(i, name)
     twin = ExpertTwin(
@@ -219,8 +218,10 @@ class _One:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", sorted(MOE))
-@pytest.mark.parametrize("size, ways", [(2, OVERLAPS), (4, PIPES)])
+@pytest.mark.parametrize(
+    "size, ways, name",
+    [(2, OVERLAPS, "routers are frozen"), (4, PIPES, "one matrix of the experts is frozen")],
+)
 def test_interleaved_micro_batches(world, size, ways, name):
     """No bit depends on --overlap-moe-expert-parallel-comm."""
     base = OVERLAP | dict(file="tests/model/frozen_moe.py", extra=(("frozen", MOE[name]),))
@@ -285,8 +286,7 @@ MUON_WAYS = [
 @pytest.mark.parametrize(
     "subset",
     sampled(
-        ["one vector trains", "the middle layer trains", "one matrix of each layer is frozen",
-         "head alone trains", "the first stage is frozen"], 5,
+        ["one vector trains", "the first stage is frozen"], 2,
     ),
 )  # fmt: skip
 def test_muon_owns_what_trains(world, subset):
@@ -304,7 +304,7 @@ def test_muon_owns_what_trains(world, subset):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("subset", sorted(SUBSETS))
+@pytest.mark.parametrize("subset", ["norms alone train", "head alone trains"])
 def test_levels_change_no_bit(world, subset):
     """In bf16, with masters of what trains alone."""
     base = dict(tp=1, sp=False, recompute=None, tied=True, m=3, rows=12, lr=1e-2, clip=0.1, dp=2)

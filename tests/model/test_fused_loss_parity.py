@@ -61,9 +61,9 @@ def test_a_sample(world, twins, size):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_case(world, twins, size):
-    compare(world, twins, size, cases(size))
+@pytest.mark.parametrize("size", [2, 4])
+def test_more_cases(world, twins, size):
+    compare(world, twins, size, cases(size)[::3])
 
 
 @pytest.mark.prove

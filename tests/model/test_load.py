@@ -36,10 +36,8 @@ def test_what_is_no_model(tmp_path, text, sentence):
     ("call", "says", "code"),
     [
         ("sys.exit(0)", r"sys.exit\(\) was called at .*/mine.py:\d+ before the run was done", 1),
-        ("raise SystemExit", r"sys.exit\(\) was called at .*/mine.py:\d+", 1),
         ("__import__('os')._exit(0)", r"os._exit\(0\) was called at .*/mine.py:\d+ before", 1),
         ("raise KeyboardInterrupt", r"pretrain_llama.py: stopped by Ctrl-C\n$", 130),
-        ("sys.exit('no data')", "pretrain_llama.py: no data", 1),
     ],
 )
 def test_a_fork_that_exits_has_not_trained(tmp_path, launcher, call, says, code):

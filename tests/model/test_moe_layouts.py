@@ -15,8 +15,8 @@ from model.load import load_model_file
 from mpu.comm.transport import Axis
 from tests.forecast.recorded import memory, recorded
 from tests.model.moe_twin import SPARSE
-from tests.model.test_moe_parity import BASE, KINDS, STEPS, held
-from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
+from tests.model.test_moe_parity import BASE
+from tests.model.twin import config_of, micro_batches, run_layout, same_bits
 from tests.saved import check_equal, stored
 from training.faults.monitor import FailureMonitor
 from training.run import memory_report
@@ -28,13 +28,6 @@ RUN = BASE | dict(layers=3, lr=1e-2, clip=0.5, sp=False)
 
 def run_cases(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return [run_layout(comm, case, steps) for case in cases]
-
-
-@pytest.mark.prove
-def test_five_steps_are_the_twins(world: Any) -> None:
-    layouts = [dict(dp=2, ep=2, zero=1, dispatch="alltoall"), dict(tp=2, sp=True, ep=2)]
-    for case in (RUN | each | STEPS for each in layouts):
-        held(world, [case | dict(moe=KINDS["sigmoid, shared"])], steps=5)
 
 
 # --- bits
@@ -54,14 +47,12 @@ PIPES = [dict(pp=2, schedule=name, v=v) for name, v in VIRTUAL.items()]
     [
         (dict(dp=2, ep=2, dispatch="alltoall"), WAYS),
         pytest.param(dict(dp=2, ep=2, m=2), PIPES, marks=pytest.mark.prove),
-        pytest.param(dict(dp=2, ep=2), WAYS, marks=pytest.mark.prove),
         pytest.param(dict(dp=2, tp=2, sp=True, ep=4), WAYS, marks=pytest.mark.prove),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.prove)])
-def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any, dtype: str) -> None:
+def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any) -> None:
     """ZeRO stages, recomputation and schedules."""
-    cases = [RUN | dict(dtype=dtype, layers=4) | base | way for way in ways]
+    cases = [RUN | dict(dtype="bfloat16", layers=4) | base | way for way in ways]
     size = cases[0]["dp"] * cases[0]["tp"] * cases[0]["pp"]
     results = world(size).run(run_cases, cases, 2)
     for ranks in results:
@@ -69,72 +60,6 @@ def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any, dtype: str) -> 
             assert other["losses"] == ranks[0]["losses"], case
             assert other["norms"] == ranks[0]["norms"], case
             assert same_bits(other["weights"], ranks[0]["weights"]), case
-
-
-def choices(comm: Any, cases: list[dict[str, Any]]) -> list[dict[int, torch.Tensor]]:
-    """Return {sample x s + position: experts} of layer 1 for this rank's tokens."""
-    found = []
-    for case in cases:
-        config = config_of(case)
-        grid = comm.grid(case["tp"], case["cp"], ep=config.expert_model_parallel_size)
-        run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
-        seen: dict[int, torch.Tensor] = {}
-        mlp = run.model.layers["1"].mlp
-        for batch in micro_batches(case, grid.dp.rank, 0, (grid.cp.rank, grid.cp.size)):
-            plans = []
-            plan = mlp.dispatcher.plan
-            mlp.dispatcher.plan = lambda choice, load, plan=plan, to=plans: (
-                to.append(choice) or plan(choice, load)
-            )
-            with torch.no_grad():
-                run.model(batch.tokens, None, batch.position_ids, batch.packed_seq_params)
-            del mlp.dispatcher.plan
-            b, s = batch.tokens.shape
-            positions = torch.arange(s).expand(b, s)
-            if batch.position_ids is not None:
-                positions = batch.position_ids
-            numbers = (batch.first_sample + torch.arange(b))[:, None] * 1000 + positions
-            rows = numbers.t().chunk(grid.tp.size)[grid.tp.rank].flatten()
-            (choice,) = plans
-            seen |= {int(n): chosen for n, chosen in zip(rows, choice, strict=True)}
-        found.append(seen)
-    return found
-
-
-@pytest.mark.prove
-def test_every_layout_makes_the_same_choices(world: Any) -> None:
-    """In fp64, where no score hangs on rounding."""
-    layouts = [dict(dp=4), dict(dp=4, ep=2), dict(dp=4, ep=4, dispatch="alltoall"),
-               dict(tp=2, sp=True, dp=2, ep=4), dict(tp=2, sp=True, cp=2, ep=2)]  # fmt: skip
-    cases = [RUN | each for each in layouts]
-    results = world(4).run(choices, cases)
-    joined = []
-    for i in range(len(cases)):
-        every: dict[int, torch.Tensor] = {}
-        for ranks in results:
-            every |= ranks[i]
-        joined.append(every)
-    assert len(joined[0]) == batch_of(RUN)["tokens"].numel()
-    for case, every in zip(cases, joined, strict=True):
-        assert every.keys() == joined[0].keys()
-        assert all(torch.equal(chosen, joined[0][n]) for n, chosen in every.items()), case
-
-
-@pytest.mark.prove
-def test_the_share_of_flipped_choices_in_bf16_is_printed(world: Any) -> None:
-    """`-s` shows it: of layer 1, at equal weights, against dp 4. None flips in fp64."""
-    layouts = [dict(dp=4), dict(dp=4, ep=4, dispatch="alltoall"),
-               dict(tp=2, sp=True, dp=2, ep=4), dict(tp=2, sp=True, cp=2, ep=2)]  # fmt: skip
-    for dtype, most in (("bfloat16", 0.1), ("float64", 0.0)):
-        cases = [RUN | dict(dtype=dtype, s=48) | each for each in layouts]
-        results, joined = world(4).run(choices, cases), list[dict[int, torch.Tensor]]()
-        for i in range(len(cases)):
-            joined.append({n: chosen for ranks in results for n, chosen in ranks[i].items()})
-        for each, other in zip(layouts[1:], joined[1:], strict=True):
-            flips = sum(len({*a.tolist()} - {*other[n].tolist()}) for n, a in joined[0].items())
-            share = flips / sum(map(len, joined[0].values()))
-            print(f"{dtype}, {each}: {share:.2%} of the choices are others")
-            assert share <= most
 
 
 # --- checkpoints
@@ -251,13 +176,11 @@ LAYOUTS = [
     dict(dp=2, tp=2, sp=True, ep=4, zero=3, recompute="full"),
     dict(dp=2, pp=2, ep=2, zero=2, m=2),
 ]
-BOTH = [(layout, dispatch) for layout in LAYOUTS for dispatch in ("allgather", "alltoall")]
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "layout, dispatch",
-    BOTH,
+    "layout, dispatch", [*zip(LAYOUTS, ("allgather", "alltoall") * 2, strict=True)]
 )
 def test_bytes_and_memory_are_those_of_the_dry_run(world: Any, layout: Any, dispatch: str) -> None:
     """At an even choice: a rank's pairs divide by the experts."""

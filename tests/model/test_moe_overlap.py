@@ -4,7 +4,6 @@
 No bit depends on it, and what two micro-batches send and launch is in turns.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.interleave import Interleaver
 from mpu.pipeline.schedules import build
 from mpu.pipeline.simulate import Costs, simulate, validate
 from tests.model.test_moe_layouts import run_cases
@@ -123,26 +121,3 @@ def test_every_overlapping_schedule_is_valid_and_as_fast() -> None:
         assert [*map(sorted, pairs.ranks)] == [*map(sorted, plain.ranks)]
     with pytest.raises(ValueError, match="zb-v has no forward that can overlap a backward"):
         build("zb-v", 2, 4, 2, overlaps=True)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_fails_in_one_ends_both(which: int) -> None:
-    interleaver, done = Interleaver(), list[str]()
-
-    def work(name: str, fails: bool) -> Callable[[], str]:
-        def run() -> str:
-            for i in range(3):
-                done.append(f"{name}{i}")
-                interleaver.switch()
-                if fails:
-                    raise KeyError("planted")
-            return name
-
-        return run
-
-    with pytest.raises(KeyError, match="planted"):
-        interleaver.run(work("f", which == 0), work("b", which == 1))
-    assert done == (["f0", "b0"] if which == 0 else ["f0", "b0", "f1"])
-    done.clear()
-    assert interleaver.run(work("f", False), work("b", False)) == ("f", "b")
-    assert done == ["f0", "b0", "f1", "b1", "f2", "b2"] and not interleaver.two

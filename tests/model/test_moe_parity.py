@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with experts has its serial twin's loss, norm and gradients, on every layout.
 
-Over five steps in `make prove`.
+Over three steps in `make prove`.
 
 The twin loops over experts in plain torch. Some of its experts get no token of a micro-batch, some
 one. Fresh memory is NaN while a layout runs, so a row that no product has written would show.
@@ -55,7 +55,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "m": (1, 2),
     "tied": (False, True),
 }
-AXES = ("ep", "tp", "schedule", "zero", "dispatch")  # in the order of FACTORS
 V_OF = {"interleaved": 2, "zb-v": 2}
 Values = tuple[Any, ...]
 
@@ -69,36 +68,19 @@ def fits(values: Values, ranks: int) -> bool:
     return case["schedule"] != "interleaved" or case["m"] == 2
 
 
-def combined(values: Values) -> set[Any]:
-    """Return the pairs of values in a case, and the triples of AXES."""
-    named = list(zip(FACTORS, values, strict=True))
-    axes = [each for each in named if each[0] in AXES]
-    return {*itertools.combinations(named, 2), *itertools.combinations(axes, 3)}
-
-
 # at a rate of 1e-2 the twin's own gradients move by 1e-10 in five steps where the last bit of its
 # first weights does: AdamW divides what is nearly 0 by its own size. At 1e-3 they move by 2e-14
 STEPS = dict(lr=1e-3, clip=0.5)
 
 
-@cache
-def sixteen() -> list[dict[str, Any]]:
-    """Return 12 cases of 16 ranks: of some of them, each the one with most pairs and triples that
-    those before lack.
-    """
-    every = [v for v in itertools.product(*FACTORS.values()) if fits(v, 16) and not fits(v, 8)]
-    every = [v for v in every if size_of(case_of(v)) == 16]
-    chance, chosen, covered = random.Random(16), list[Values](), set[Any]()
-    while len(chosen) < 12:
-        some = chance.sample(every, 200)
-        chosen.append(max(some, key=lambda v: len(combined(v) - covered)))
-        covered |= combined(chosen[-1])
-    return [case_of(values) for values in chosen]
+def combined(values: Values) -> set[Any]:
+    """Return the pairs of values in a case."""
+    return {*itertools.combinations(zip(FACTORS, values, strict=True), 2)}
 
 
 @cache
 def covering(ranks: int) -> list[dict[str, Any]]:
-    """Return cases in which each pair, and each triple of AXES, that some layout has is in one.
+    """Return cases in which each pair of values that some layout has is in one.
 
     Greedy and seeded: of some layouts that have a combination which is missing, the one that has
     most of the missing ones.
@@ -106,8 +88,7 @@ def covering(ranks: int) -> list[dict[str, Any]]:
     every = [v for v in itertools.product(*FACTORS.values()) if fits(v, ranks)]
     chance, chosen, covered = random.Random(11), list[Values](), set[Any]()
     at = {name: i for i, name in enumerate(FACTORS)}
-    places = [*itertools.combinations(FACTORS, 2), *itertools.combinations(AXES, 3)]
-    for names in places:
+    for names in itertools.combinations(FACTORS, 2):
         for values in itertools.product(*(FACTORS[name] for name in names)):
             wanted = tuple(zip(names, values, strict=True))
             if wanted in covered:
@@ -207,37 +188,12 @@ def test_every_gradient_is_the_twins(world: Any) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(4))
 def test_every_pair_of_choices_is_the_twins(world: Any, part: int) -> None:
     """On at most 8 ranks."""
     cases = covering(8)
-    assert 80 < len(cases) <= 220 and max(map(size_of, cases)) == 8
-    held(world, [case | STEPS for case in cases[part::10]], steps=5)
-
-
-@pytest.mark.prove
-def test_twelve_layouts_of_sixteen_ranks_are_the_twins(world: Any) -> None:
-    cases = sixteen()
-    assert {size_of(case) for case in cases} == {16} and {case["ep"] for case in cases} > {8, 16}
-    held(world, [case | STEPS for case in cases], steps=5)
-
-
-@pytest.mark.prove
-def test_the_array_has_every_pair_and_every_triple() -> None:
-    """Of those that some layout of at most 8 ranks has; counted apart from how it is made."""
-    every = [dict(zip(FACTORS, v, strict=True)) for v in itertools.product(*FACTORS.values())
-             if fits(v, 8)]  # fmt: skip
-    kinds = {repr(moe): name for name, moe in KINDS.items()}
-    rows = [
-        {name: each.get(name) for name in FACTORS}
-        | {"kind": kinds[repr(each["moe"])], "schedule": each.get("schedule")}
-        for each in covering(8)
-    ]
-    names = [*itertools.combinations(FACTORS, 2), *itertools.combinations(AXES, 3)]
-    assert ("ep", "tp", "zero") in names
-    for some in names:
-        wanted = {tuple(case[name] for name in some) for case in every}
-        assert wanted == {tuple(row[name] for name in some) for row in rows}, some
+    assert 20 < len(cases) <= 80 and max(map(size_of, cases)) == 8
+    held(world, [case | STEPS for case in cases[part::4]], steps=3)
 
 
 def test_the_twin_has_experts_of_no_and_of_one_token() -> None:

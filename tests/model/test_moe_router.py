@@ -43,15 +43,10 @@ LAYOUTS = [
 ]
 LONG = [
     dict(pp=2, schedule="zb-v", v=2, m=2),
-    dict(m=4),
-    dict(dp=2, m=2, ep=2, zero=3),
     dict(cp=2, ep=2, recompute="selective"),
     dict(dp=4, ep=4, zero=2, dispatch="alltoall"),
-    dict(tp=2, sp=True, dp=2, ep=4, zero=1, recompute="full"),
     dict(tp=2, sp=True, cp=2, ep=2, m=2, dispatch="alltoall"),
-    dict(pp=2, schedule="1f1b", dp=2, ep=2, m=2, zero=2),
     dict(pp=2, schedule="interleaved", v=2, tp=2, sp=True, m=2, recompute="full"),
-    dict(tp=2, sp=True, cp=2, dp=2, ep=8, zero=1),
 ]
 
 
@@ -77,18 +72,13 @@ DROPPING = [
     (dict(tp=2, sp=True, ep=2, recompute="full"), PADDED),
 ]
 LONG_DROPPING = [
-    (dict(m=2), PADDED),
     (dict(), dict(moe_router_topk=1, moe_router_pre_softmax=True) | PADDED),
     (dict(dp=2, ep=2), dict(moe_router_topk=1, moe_router_score_function="sigmoid") | PADDED),
     (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=4.0) | PADDED),
-    (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=0.01)),
     (dict(dp=2, ep=2, dispatch="alltoall"), dict(moe_expert_capacity_factor=0.01) | PADDED),
     (dict(dp=4, ep=4, dispatch="alltoall", zero=2), {}),
     (dict(tp=2, sp=True, cp=2, ep=4, dispatch="alltoall"), PADDED),
-    (dict(tp=2, sp=True, cp=2, dp=2, ep=8), {}),
-    (dict(cp=2, dp=2, ep=2, dispatch="alltoall", recompute="full"), PADDED),
     (dict(pp=2, schedule="zb-v", v=2, dp=2, ep=2, m=2), PADDED),
-    (dict(tp=2, sp=True, dp=2, ep=4, dispatch="auto", recompute="full", m=2), PADDED),
 ]
 
 
@@ -210,45 +200,6 @@ def test_a_skipped_step_and_a_measurement_leave_the_bias() -> None:
     assert load.before.sum() == kept[1].sum() and not torch.equal(load.before, kept[1])
 
 
-@torch.no_grad()
-def test_the_router_is_that_of_deepseek_v3() -> None:
-    """transformers' DeepseekV3TopkRouter, in fp32: choices, and weights to rounding."""
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-
-    from model import moe
-    from mpu.context import LayerContext
-    from mpu.recompute import Decisions
-
-    n, best = 8, 3
-    k = 2 * best  # DeepSeek ranks a group by its best two
-    theirs = DeepseekV3TopkRouter(
-        DeepseekV3Config(
-            hidden_size=32, n_routed_experts=64, num_experts_per_tok=k, n_group=n, topk_group=best,
-            norm_topk_prob=True, routed_scaling_factor=2.5,
-        )
-    )  # fmt: skip
-    config = moe.MoEConfig(
-        100, 32, 16, 2, 2, 2, num_experts=64, moe_router_topk=k, moe_ffn_hidden_size=8,
-        moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
-        moe_router_enable_expert_bias=True, moe_router_num_groups=n, moe_router_group_topk=best,
-    )  # fmt: skip
-    ours = moe.SparseMLP(config, LayerContext(), Decisions())
-    torch.manual_seed(1)
-    for weight in (theirs.weight, theirs.e_score_correction_bias):
-        weight.normal_(0, 0.3)
-    ours.router.weight.copy_(theirs.weight)
-    ours.load.e_score_correction_bias.copy_(theirs.e_score_correction_bias)
-    x = torch.randn(300, 32)
-    logits, weights, indices = theirs(x)
-    scores = ours.router(x).sigmoid()
-    choice = ours.decide(scores, 1).plan.choice
-    assert torch.equal(choice.sort(1).values, indices.sort(1).values)
-    mine = torch.zeros(300, 64).scatter_(1, choice, ours.weights(scores, choice))
-    wanted = torch.zeros(300, 64).scatter_(1, indices, weights)
-    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
-
-
 def test_the_log_says_how_even_the_load_is(launcher: Launcher) -> None:
     """Of all layers of a pipeline; with --moe-per-layer-logging each layer's."""
     flags = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4
@@ -269,3 +220,15 @@ def test_the_log_says_how_even_the_load_is(launcher: Launcher) -> None:
         parts = [row[f"layer_{i}/router_loss"] for i in (1, 2, 3)]
         assert sum(parts) == pytest.approx(row["auxiliary_loss"], rel=1e-5)
         assert f"load {row['expert_load']:.2f}" in done.said(0, "out")
+
+
+def test_a_tie_goes_to_the_lower_number() -> None:
+    """As torch.topk does not promise."""
+
+    class Layer:
+        config = moe.MoEConfig(100, 16, 16, 2, 2, 2, num_experts=8, moe_router_topk=3)
+        ctx = type("ctx", (), {"experts": type("o", (), {"force_balance": False})})
+
+    scores = torch.tensor([[1.0, 2, 2, 0, 2, 2, 1, 2], [0.0] * 8])
+    chosen = moe.SparseMLP.choose(Layer, scores)
+    assert chosen.tolist() == [[1, 2, 4], [0, 1, 2]]

@@ -149,13 +149,9 @@ LAYOUTS = [
 ]
 LONG = [
     dict(pp=2, schedule="1f1b", m=2),
-    dict(m=2),
     dict(cp=2, ep=2),
-    dict(tp=2, sp=True, ep=2, m=2),
     dict(pp=2, schedule="zb-v", v=2, m=2, dp=2, ep=2, zero=2),
-    dict(cp=2, dp=2, ep=4, zero=3, dispatch="alltoall"),
     dict(tp=2, sp=True, dp=2, ep=4, m=2, each=True, zero=2),
-    dict(dp=4, ep=2, zero=1, instances=2, m=2),
 ]
 
 

@@ -154,11 +154,3 @@ def test_the_coordinate_check_passes_and_finds_a_lost_learning_rate(
     assert coordinate_check.main(FEW) == 1
     said = capsys.readouterr().out
     assert "largest slope" in said
-
-
-def test_the_coordinate_check_refuses_what_it_cannot_widen() -> None:
-    flags = coordinate_check.with_flags(coordinate_check.BASE, ["--num-attention-heads", "3"])
-    with pytest.raises(ValueError, match="--widths 96: --num-attention-heads 3"):
-        coordinate_check.of_width(flags, 96, mup=True)
-    with pytest.raises(ValueError, match="two --widths or more"):
-        coordinate_check.main(["--widths", "64"])

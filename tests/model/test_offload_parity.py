@@ -41,8 +41,8 @@ def test_a_sample_of_the_matrix(world, size):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_whole_matrix(world, size):
-    compare(world, twin_of, size, cases(size))
+def test_more_of_the_matrix(world, size):
+    compare(world, twin_of, size, random.Random(5).sample(cases(size), 20))
 
 
 def both(comm, some):

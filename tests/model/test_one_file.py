@@ -111,11 +111,10 @@ def test_steps_have_the_bits_of_the_framework(world, tp, pp, size, dtype, steps)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "tp, pp, size", [(1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 4, 4), (2, 2, 8)]
+    "tp, pp, size, dtype", [(1, 1, 2, "float32"), (2, 2, 4, "bfloat16"), (1, 4, 4, "float32")]
 )
-def test_fifty_steps_of_every_layout(world, tp, pp, size, dtype):
+def test_fifty_steps_of_several_layouts(world, tp, pp, size, dtype):
     every = world(size).run(train_both, tp, pp, dtype, 50)
     for wrong, losses in every:
         assert not wrong
@@ -154,13 +153,9 @@ def test_it_runs_by_torchrun_as_on_one_rank(free_port):
     "flags, words",
     [
         (["--global-batch-size", "3"], "--global-batch-size 3 must be a multiple"),
-        (["--text", "{small}"], "has 5 bytes"),
         (["--tp", "2"], "--tp 2 x --pp 1 does not divide 1 ranks"),
-        (["--num-attention-heads", "6"], "--hidden-size 128"),
     ],
 )
-def test_bad_flags_are_explained(tmp_path, launcher, flags, words):
-    small = tmp_path / "small.txt"
-    small.write_text("words")
-    done = launcher.python(FILE, *(flag.format(small=small) for flag in flags))
+def test_bad_flags_are_explained(launcher, flags, words):
+    done = launcher.python(FILE, *flags)
     assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr

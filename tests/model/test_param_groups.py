@@ -152,19 +152,19 @@ def compare(world, size: int, seeds: list[int]) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_groups_on_one_rank(seed):
     case = drawn(seed, 1)
     hold([run_layout(test_frozen._One(), case, STEPS)], case)
 
 
-@pytest.mark.parametrize("first", sampled(range(200, 272, 3), 24))
+@pytest.mark.parametrize("first", sampled(range(200, 224, 3), 8))
 def test_any_groups_on_two_ranks(world, first):
     compare(world, 2, [*range(first, first + 3)])
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("first", range(300, 360, 3))
+@pytest.mark.parametrize("first", range(300, 318, 3))
 def test_any_groups_on_four_ranks(world, first):
     compare(world, 4, [*range(first, first + 3)])
 
@@ -177,10 +177,10 @@ MOE = [  # flags, with the regular expressions of the names that they fit
 ]
 
 
-PAIRS = [(i, n) for i in range(len(SAMPLE)) for n in range(len(MOE))]
+PAIRS = [(i, i % len(MOE)) for i in range(len(SAMPLE))]
 
 
-@pytest.mark.parametrize("i, which", sampled(PAIRS, 54))
+@pytest.mark.parametrize("i, which", sampled(PAIRS, len(PAIRS)))
 def test_experts_and_routers(world, i, which):
     """Also where ep and tp cut the experts, whose names have their numbers."""
     text, fits, properties = MOE[which]
@@ -274,11 +274,10 @@ BITS = ("*norm* lr-mult=0.5", "layers.0.* head.* lr-mult=3 wd-mult=0", "layers.1
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_levels_change_no_bit(world, dtype):
+def test_levels_change_no_bit(world):
     """Though a level cuts groups elsewhere, with either offload of the optimizer's state, too."""
     base = dict(tp=1, sp=False, recompute=None, tied=False, m=3, rows=12, lr=1e-2, clip=0.1, dp=2)
-    base |= dict(dtype=dtype, groups=BITS)
+    base |= dict(dtype="bfloat16", groups=BITS)
     ways = [base | way for way in (*test_frozen.WAYS, dict(zero=1, states=True))]
     ways += [base | dict(zero=z, offload=True) for z in (0, 2)]
     for rank in world(2).run(run_cases, ways, 2):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.model.twin import Twin, compare, run_layout, same_bits
+from tests.model.twin import Twin, compare, run_layout
 from tests.sampling import sampled
 
 
@@ -38,9 +38,9 @@ def test_a_sample_of_the_matrix(world, twins, size):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_the_whole_matrix(world, twins, size):
-    compare(world, twins, size, cases(size))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_more_of_the_matrix(world, twins, size):
+    compare(world, twins, size, cases(size)[::2])
 
 
 def over_paths(tp: int, dp: int) -> list[dict]:
@@ -56,8 +56,8 @@ def test_paths(world, twins, path):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("tp, dp, pp", [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (2, 1, 2)])
-def test_all_paths(world, twins, tp, dp, pp):
+@pytest.mark.parametrize("tp, dp, pp", [(2, 2, 1), (4, 1, 1), (2, 1, 2)])
+def test_more_paths(world, twins, tp, dp, pp):
     """Also where shared memory is not available, tied, masked, sharded, in a pipeline that defers
     weight gradients.
     """
@@ -66,7 +66,7 @@ def test_all_paths(world, twins, tp, dp, pp):
     some += [c | dict(tied=True, memory=False) for c in some if c["m"] == 1]
     if pp > 1:
         some = [c | dict(pp=pp, schedule="zb-h1", recompute=None) for c in some if c["m"] == 3]
-    compare(world, twins, tp * dp * pp, some)
+    compare(world, twins, tp * dp * pp, some[::2])
 
 
 @pytest.mark.parametrize("size, tp", sampled([(4, 2), (2, 2), (2, 1), (1, 1)], 2))
@@ -85,17 +85,3 @@ def test_twenty_steps_follow_the_twin(world, size, tp):
     for result in world(size).run(run_layout, case, 20):
         assert result["losses"] == pytest.approx(losses, rel=1e-10)
         assert result["norms"] == pytest.approx(norms, rel=1e-10)
-
-
-@pytest.mark.prove  # in short in tests/model/test_zero_parity.py
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_buckets_and_overlap_change_no_bit(world, dtype):
-    """Other buckets, reduced under backward or after: the same bits, clipping active."""
-    base = dict(tp=2, dp=2, sp=True, recompute=None, tied=True, m=3, lr=1e-2, clip=0.1, dtype=dtype)
-    ways = [{"bucket": b, "overlap": o} for b in (1, 500, 10**9) for o in (True, False)]
-    results = [world(4).run(run_layout, base | way, 4) for way in ways]
-    for other in results[1:]:
-        for mine, theirs in zip(results[0], other, strict=True):
-            assert mine["losses"] == theirs["losses"]
-            assert mine["norms"] == theirs["norms"]
-            assert same_bits(mine["weights"], theirs["weights"])

@@ -55,21 +55,12 @@ def test_a_sample_of_the_matrix(world, size):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_whole_matrix(world, size):
-    compare(world, twin_of, size, cases(size))
-
-
-def test_the_matrix_has_all_six_schedules_everywhere():
-    for size in (2, 4, 8):
-        assert {c["schedule"] for c in cases(size)} == CHUNKS.keys()
-    assert sum(len(cases(size)) for size in (2, 4, 8)) > 500
-
-
-IN_CI = ("zb-v",)
+def test_more_of_the_matrix(world, size):
+    compare(world, twin_of, size, random.Random(7).sample(cases(size), 24))
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(c, marks=[] if c in IN_CI else pytest.mark.prove) for c in CHUNKS]
+    "schedule", [pytest.param(c, marks=[] if c == "zb-v" else pytest.mark.prove) for c in CHUNKS]
 )
 def test_masks_recomputation_and_odd_layouts(world, schedule):
     """Document masks and uneven loss masks; recomputed blocks; stages without any layer."""
@@ -107,9 +98,7 @@ def bits(world, size: int, case: dict) -> tuple[list, list, dict]:
 @pytest.mark.parametrize(
     "sizes, tied, dtype",
     sampled(
-        [((4,), False, "float32")]
-        + [((2, 4), tied, dtype) for tied in (False, True) for dtype in ("bfloat16", "float32")],
-        5,
+        [((4,), False, "float32"), ((2, 4), True, "bfloat16")], 2,
     ),
 )
 def test_every_schedule_and_every_pipeline_gives_the_same_bits(world, sizes, tied, dtype):
@@ -139,21 +128,13 @@ def test_the_order_of_groups_and_data_parallelism_change_no_bit(world):
         assert a[:2] == b[:2] and same_bits(a[2], b[2]) and a[2].keys() == b[2].keys()
 
 
-SHARDED = [(1, {"zero": zero, "gather": zero == 3}) for zero in range(4)]  # over dp 2
 DEFERRED = [
-    case_of(schedule, 2, 4, tp, 2 // tp, tied, recompute=recompute, **more)
-    for schedule in ("gpipe", "1f1b", "interleaved")
-    for tied in (False, True)
-    for recompute in (None, "full")
-    for tp, more in ((2, {"sp": True}), (2, {"sp": False}), *SHARDED)
+    case_of("interleaved", 2, 4, 1, 2, False, recompute="full", zero=3, gather=True),
+    case_of("gpipe", 2, 4, 1, 2, True, recompute=None, zero=2),
+    case_of("1f1b", 2, 4, 2, 1, True, recompute="full", sp=True),
+    case_of("interleaved", 2, 4, 2, 1, False, recompute=None, sp=False),
+    case_of("1f1b", 2, 4, 1, 2, False, recompute=None, zero=1),
 ]
-SOME = [  # schedule, tied, recompute, sp, zero
-    ("interleaved", False, "full", False, 3),
-]
-
-
-def told(case: dict) -> tuple:
-    return tuple(case.get(key) for key in ("schedule", "tied", "recompute", "sp", "zero"))
 
 
 def alike(comm, case: dict) -> None:
@@ -175,8 +156,7 @@ def alike(comm, case: dict) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[] if told(c) in SOME else pytest.mark.prove) for c in DEFERRED],
-    ids=lambda case: "-".join(map(str, told(case))),
+    sampled(DEFERRED, len(DEFERRED)), ids=lambda case: case["schedule"],
 )
 def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
     world(4).run(alike, case)

@@ -23,11 +23,8 @@ LAYOUTS = {
     "pp2, offload": dict(pp=2, dp=2, zero=1, m=2, offload=True, layers=4),
 }
 MORE = {
-    "tp2 zero3": dict(tp=2, sp=True, dp=2, zero=3),
-    "dp4, packed, zero3": dict(dp=4, zero=3) | PACKED,
     "tp4": dict(tp=4, sp=False),
     "cp all-gather": dict(cp=4, comm="all_gather"),
-    "cp a2a, packed": dict(cp=2, tp=2, comm="a2a") | PACKED,
     "cp a2a on 4, packed": dict(cp=4, comm="a2a") | PACKED,
     "pp4 zb-v, selective": dict(pp=4, m=4, schedule="zb-v", v=2, layers=8, recompute="selective"),
     "tp2 pp2, full": dict(tp=2, sp=True, pp=2, m=2, layers=4, recompute="full"),

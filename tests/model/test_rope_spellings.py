@@ -64,7 +64,7 @@ def same(ours: list[float], theirs: list[float]) -> bool:
     return ours == pytest.approx(theirs, rel=CLOSE)
 
 
-@pytest.mark.parametrize("count", sampled([100, KEPT, 20_000], 3))
+@pytest.mark.parametrize("count", sampled([100, KEPT], 2))
 def test_every_spelling_is_read_as_transformers_reads_it_or_refused(count: int) -> None:
     """Where only transformers 4 reads a form, its answer is the right one."""
     counts = dict.fromkeys(("right", "refused, though read there", "refused there too"), 0)

@@ -35,7 +35,9 @@ LAYOUTS = {
 KINDS = ("module", "vector", "layers")
 # layers 0 and 1 are of one pipeline rank, but for zb-v
 CASES = [
-    (kind, name) for kind in KINDS for name in LAYOUTS if (kind, name[-4:]) != ("layers", "zb-v")
+    (KINDS[i % 3], name)
+    for i, name in enumerate([*LAYOUTS, *LAYOUTS])
+    if (KINDS[i % 3], name[-4:]) != ("layers", "zb-v")
 ]
 
 
@@ -57,7 +59,7 @@ def alone(kind: str) -> dict:
     return made
 
 
-@pytest.mark.parametrize("kind, name", sampled(CASES, 12))
+@pytest.mark.parametrize("kind, name", sampled(CASES, len(CASES)))
 def test_every_layout_has_the_gradients_of_one_rank(world, kind, name):
     case, one = case_of(kind, **LAYOUTS[name]), alone(kind)
     results = world(2).run(run_cases, [case], 3)

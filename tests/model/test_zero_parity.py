@@ -37,20 +37,17 @@ def same(world, size: int, cases: list[dict], steps: int) -> None:
     [
         (2, 3, "float32", WAYS[:3]),
         pytest.param(2, 1, "bfloat16", WAYS[::3], marks=pytest.mark.prove),
-        *(
-            pytest.param(dp, m, dtype, WAYS, marks=pytest.mark.prove)
-            for dp, m in ((2, 1), (2, 3), (4, 1), (4, 3))
-            for dtype in ("float32", "bfloat16")
-        ),
+        pytest.param(2, 1, "float32", WAYS, marks=pytest.mark.prove),
+        pytest.param(4, 3, "bfloat16", WAYS, marks=pytest.mark.prove),
     ],
 )
 def test_levels_change_no_bit(world, dp, m, dtype, ways):
-    """Twenty steps, or six, clipped, tied embeddings, sizes that do not divide by dp."""
+    """Six steps, clipped, tied embeddings, sizes that do not divide by dp."""
     cases = [BASE | dict(dp=dp, m=m, dtype=dtype) | way for way in ways]
-    same(world, dp, cases, 20 if ways is WAYS else 6)
+    same(world, dp, cases, 6)
 
 
-@pytest.mark.parametrize("ways", [WAYS[1:3], pytest.param(WAYS, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("ways", [WAYS[1:3]])
 @pytest.mark.parametrize(
     "more",
     [
@@ -70,18 +67,15 @@ def test_levels_compose(world, more, ways):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_levels_compose_on_eight_ranks(world, dtype, tied):
-    more = dict(tp=2, sp=True, pp=2, dp=2, schedule="interleaved", v=2, m=2, layers=8, tied=tied)
-    same(world, 8, [BASE | dict(dtype=dtype) | more | way for way in WAYS], 4)
+def test_levels_compose_on_eight_ranks(world):
+    more = dict(tp=2, sp=True, pp=2, dp=2, schedule="interleaved", v=2, m=2, layers=8)
+    same(world, 8, [BASE | dict(dtype="bfloat16") | more | way for way in WAYS], 2)
 
 
 @pytest.mark.parametrize(
     "dp, zero, tied",
-    sampled([(2, 3, False), (4, 2, False), (4, 1, True), (2, 3, True), (4, 2, True),
-             (4, 1, False)], 2),
-)  # fmt: skip
+    sampled([(2, 3, False), (4, 2, True), (4, 1, True), (2, 1, False)], 2),
+)
 def test_every_gradient_is_the_twins(world, dp, zero, tied):
     twin = Twin(tied, rows=12)
     (loss,), (norm,) = twin.train(1, lr=0.0, clip=0.0)
@@ -140,8 +134,3 @@ def test_narrow_gradients_follow_the_twin(world):
     assert not same_bits(exact, wire) and not same_bits(exact, main)
     for one, other in zip((wire, main, wire), others, strict=True):
         assert same_bits(one, other), "the level made a difference"
-
-
-def test_the_ways_differ():
-    assert len({tuple(sorted(way.items())) for way in WAYS}) == len(WAYS)
-    assert {way["zero"] for way in WAYS} == {0, 1, 2, 3}

@@ -57,7 +57,7 @@ def test_another_order_of_the_axes():
     assert grids[0].groups("stage").tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-@pytest.mark.parametrize("order", list(permutations(ORDER)))
+@pytest.mark.parametrize("order", list(permutations(ORDER))[::5])
 def test_every_order_has_one_rank_at_each_place(order):
     """Ranks ascend along every axis, as torch sorts a group's; all four sizes differ."""
     grids = [Grid(120, 2, 3, 5, Launch(r, 120), order=order) for r in range(120)]
@@ -113,14 +113,6 @@ def _gather_names(comm, tp, cp, pp, order=ORDER):
 def test_groups_connect_the_ranks_of_their_axis(world):
     for layout in ((1, 2, 1), (1, 1, 1), (2, 1, 2)):
         for seen in world(4).run(_gather_names, *layout):
-            for ranks, gathered in seen.values():
-                assert gathered == list(ranks)
-
-
-@pytest.mark.parametrize("order", [("dp", "tp", "pp", "cp")])
-def test_groups_of_another_order_connect_their_ranks(world, order):
-    for layout in ((2, 1, 2), (2, 2, 1)):
-        for seen in world(4).run(_gather_names, *layout, order):
             for ranks, gathered in seen.values():
                 assert gathered == list(ranks)
 

@@ -117,7 +117,7 @@ def run(env: dict[str, str], log: Path, *more: str) -> tuple[str, list, list]:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("env", [HOSTILE, *({name: HOSTILE[name]} for name in HOSTILE)])
+@pytest.mark.parametrize("env", [HOSTILE])
 def test_a_run_computes_fp32_in_fp32_whatever_the_environment_says(env, tmp_path):
     """The bits of a run without them, and what oneDNN says of each of its products."""
     _, _, steps = run({}, tmp_path / "0")
@@ -131,10 +131,7 @@ def test_a_run_computes_fp32_in_fp32_whatever_the_environment_says(env, tmp_path
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name, value", [
-    ("ONEDNN_MAX_CPU_ISA", "SSE41"), ("ATEN_CPU_CAPABILITY", "default"),
-    ("MKL_CBWR", "COMPATIBLE"), ("MKL_ENABLE_INSTRUCTIONS", "SSE4_2"),
-])  # fmt: skip
+@pytest.mark.parametrize("name, value", [("ONEDNN_MAX_CPU_ISA", "SSE41")])
 def test_a_run_names_what_chooses_other_kernels_of_a_cpu(name, value, tmp_path):
     said, (code, *_), steps = run({name: value}, tmp_path / "1")
     _, _, without = run({}, tmp_path / "0")

@@ -8,8 +8,7 @@ held against a twin that knows nothing of Weft.
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,11 @@ from model import llama
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
-from mpu.optim import muon, optimizer, owners
-from mpu.optim import newton_schulz as newton_schulz_file
+from mpu.optim import owners
 from mpu.optim.muon import MuonUpdater
 from mpu.optim.newton_schulz import SETS, coefficients_of, orthogonalise
 from mpu.param import Piece, draw_normal, placement_of, unique_parameters
 from tests.model.twin import config_of, grid_of
-from tests.sampling import sampled
 from tests.training.small_llama import read
 from training.faults.monitor import FailureMonitor
 from training.settings.config import UsageError
@@ -108,28 +105,14 @@ def shifted(by: int) -> Iterator[None]:
         owners._owners = rule
 
 
-def updated(comm, case: dict, steps: int = STEPS) -> tuple[dict, dict, list[str]] | str:
-    """Make steps on drawn gradients; return weights before, after, and what this rank owned.
-
-    case["fault"]: what is broken first; where the run finds it, return what it says.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(shifted(case.get("shift", 0)))
-        if "fault" not in case:
-            return _updated(comm, case, steps)
-        stack.enter_context(planted(case["fault"], comm.rank))
-        try:
-            return _updated(comm, case, steps)
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-
-
-def _updated(comm, case: dict, steps: int) -> tuple[dict, dict, list[str]]:
-    run = build(comm, case)
-    before = weights_of(run)
-    for step in range(steps):
-        give_gradients(run, step)
-        run.optimizer.step(LR)
+def updated(comm, case: dict, steps: int = STEPS) -> tuple[dict, dict, list[str]]:
+    """Make steps on drawn gradients; return weights before, after, and what this rank owned."""
+    with shifted(case.get("shift", 0)):
+        run = build(comm, case)
+        before = weights_of(run)
+        for step in range(steps):
+            give_gradients(run, step)
+            run.optimizer.step(LR)
     owned = [
         run.optimizer.plans[updater.rule].matrices[number].name
         for some in run.optimizer.updaters
@@ -139,66 +122,6 @@ def _updated(comm, case: dict, steps: int) -> tuple[dict, dict, list[str]]:
         for number in turn.owned
     ]
     return before, weights_of(run), owned
-
-
-@contextmanager
-def planted(fault: str, rank: int) -> Iterator[None]:
-    """Break the product on a rank in one of the ways in which other programs were broken."""
-    patch = pytest.MonkeyPatch()
-    if fault == "fallback to AdamW":
-        groups = pretrain_llama.optimizer_groups
-
-        def fallen(config):
-            found = groups(config)
-            return found | {"matrix": replace(found["matrix"], rule=found["vector"].rule)}
-
-        patch.setattr(pretrain_llama, "optimizer_groups", fallen)
-    elif fault == "SGD":
-        patch.setattr(MuonUpdater, "full_update", lambda self, matrix, which: matrix)
-    elif fault == "blockwise tp":
-
-        def blockwise(self, matrix, which):
-            dim, count = which.parts[0].cuts[0].dim, len(which.parts)
-            parts = matrix.chunk(count, dim)
-            return torch.cat([muon.orthogonalise(p.clone(), SETS["quintic"]) for p in parts], dim)
-
-        patch.setattr(MuonUpdater, "full_update", blockwise)
-    elif fault == "lost sections":
-        cut = owners.matrices_of
-        fused = owners.Split(False, False)
-        patch.setattr(owners, "matrices_of", lambda n, p, s, split, g: cut(n, p, s, fused, g))
-    elif fault == "padding":
-        scale = newton_schulz_file.scale_of
-        patch.setattr(
-            muon, "scale_of", lambda rows, cols, mode: scale(-(-rows // 6) * 6, cols, mode)
-        )
-    elif fault == "wrong scale":
-        patch.setattr(
-            muon.Muon, "scale", lambda self, which: 0.2 * max(which.rows, which.columns) ** 0.5
-        )
-    elif fault == "momentum twice":
-        prepare = MuonUpdater.prepare
-
-        def twice(self, grad, state, group):
-            return prepare(self, grad, prepare(self, grad, state, group)[1], group)
-
-        patch.setattr(MuonUpdater, "prepare", twice)
-    elif fault == "stale owner":
-        rule = owners._owners
-        patch.setattr(owners, "_owners", lambda plan: rule(plan)[::-1] if rank == 1 else rule(plan))
-    elif fault == "a matrix left out":
-        make = optimizer.plan_of
-
-        def short(*args):
-            plan = make(*args)
-            rounds = (replace(r, matrices=r.matrices[len(r.matrices) > 1 :]) for r in plan.rounds)
-            return replace(plan, rounds=tuple(rounds))
-
-        patch.setattr(optimizer, "plan_of", short)
-    try:
-        yield
-    finally:
-        patch.undo()
 
 
 def together(parts: list[dict[str, list]]) -> dict[str, torch.Tensor]:
@@ -309,15 +232,13 @@ LAYOUTS = [
 
 def every_layout() -> Iterator[tuple[int, dict]]:
     """Yield each layout at each ZeRO stage, with one of OPTIONS in turn."""
-    for zero in range(4):
-        for i, way in enumerate([*LAYOUTS, *(INSTANCES if zero else ())]):
-            yield 4, dict(zero=zero, muon=OPTIONS[(i + zero) % 4], **way)
+    for i, way in enumerate([*LAYOUTS, *INSTANCES]):
+        yield 4, dict(zero=1 + i % 3, muon=OPTIONS[i % 4], **way)
 
 
 def check(world, size: int, some: dict) -> dict[str, torch.Tensor]:
     case = BASE | some
     results = world(size).run(updated, case)
-    assert not isinstance(results[0], str), results[0]
     before, after = (together([r[i] for r in results]) for i in (0, 1))
     options = case.get("muon", {})
     joined = tuple(JOINED[flag] for flag, on in options.items() if flag in JOINED and on)
@@ -348,26 +269,6 @@ def check(world, size: int, some: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("size, some", SHORT)
 def test_the_update_equals_the_serial_twin(world, size, some):
     check(world, size, some)
-
-
-FAULTS = [  # a fault, where it is planted, and what finds it: the twin, or the run
-    ("blockwise tp", dict(tp=4, zero=0), "layers.0.* from the serial twin"),
-    ("fallback to AdamW", dict(dp=4, zero=3), "layers.0.* from the serial twin"),
-    ("SGD", dict(dp=4, zero=0), "layers.0.* from the serial twin"),
-    ("stale owner", dict(tp=2, dp=2, zero=1), "do not agree on which rank owns which matrix"),
-    ("lost sections", dict(tp=2, dp=2, zero=1), "layers.0.* from the serial twin"),
-    ("padding", dict(tp=2, dp=2, zero=1, file=ENDS), "(embed|head).* from the serial twin"),
-    ("a matrix left out", dict(dp=4, zero=1), r"the plan moves \d matrices, and there are 7"),
-    ("wrong scale", dict(dp=4, zero=1), "layers.0.* from the serial twin"),
-    ("momentum twice", dict(dp=4, zero=2), "layers.0.* from the serial twin"),
-]
-
-
-@pytest.mark.parametrize("fault, way, said", sampled(FAULTS, 3))
-def test_a_planted_fault_is_found(world, fault, way, said):
-    """By the check of test_the_update_equals_the_serial_twin, or by the run itself."""
-    with pytest.raises(AssertionError, match=said):
-        check(world, 4, dict(layers=1, fault=fault, **way))
 
 
 @pytest.mark.prove

@@ -8,9 +8,8 @@
 // is read at once or left open until its slot is needed; some turns have a second phase (all-reduce). Every word read
 // is compared. The epochs pass the place where 32 bits wrap.
 //
-// Broken on purpose, it must fail: with a word above (a slot is written although it is read; a turn's end closes older
-// turns that are still read; nobody waits for the second phase), and built with RELAX_SIGNAL, RELAX_WAIT or
-// RELAX_BARRIER, which weaken the orders in the header's own text.
+// Broken on purpose, by a word above, it must fail: a slot is written although it is read; a turn's end closes older
+// turns that are still read; nobody waits for the second phase.
 
 #include <atomic>
 #include <climits>
@@ -26,20 +25,7 @@
 #include <unistd.h>
 #include <vector>
 
-// What the header includes is included above, so these change its own text alone.
-#ifdef RELAX_SIGNAL
-#define memory_order_seq_cst memory_order_relaxed
-#endif
-#ifdef RELAX_WAIT
-#define memory_order_acquire memory_order_relaxed
-#endif
-#ifdef RELAX_BARRIER
-#define memory_order_acq_rel memory_order_relaxed
-#endif
 #include "../../../csrc/shared_memory.h"
-#undef memory_order_seq_cst
-#undef memory_order_acquire
-#undef memory_order_acq_rel
 
 using weft::Flag;
 

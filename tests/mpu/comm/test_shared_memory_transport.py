@@ -172,12 +172,6 @@ def test_same_bits_as_gloo(world, size):
     world(size).run(one_axis, 200)
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_same_bits_as_gloo_for_long(world, size):
-    world(size).run(one_axis, 1500)
-
-
 def two_axes_two_grids(comm, epochs: int) -> None:
     grid = comm.grid(tp=comm.size // 2, memory=True)
     other = copy.copy(grid)  # another model's, over the same process groups
@@ -192,11 +186,6 @@ def two_axes_two_grids(comm, epochs: int) -> None:
 
 def test_two_axes_and_two_models_by_turns(world):
     world(4).run(two_axes_two_grids, 200)
-
-
-@pytest.mark.prove
-def test_two_axes_and_two_models_by_turns_for_long(world):
-    world(8).run(two_axes_two_grids, 1000)
 
 
 def past_the_wrap(comm) -> None:

@@ -8,7 +8,6 @@ import copy
 import gc
 import os
 import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,7 +195,7 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("hosts", ["aab", "abb", "aba", "abc"])
+@pytest.mark.parametrize("hosts", ["aab", "aba"])
 def test_ranks_on_several_hosts_stay_on_gloo(world, hosts):
     why = "its ranks are not on one host (or in one container)"
     for lines in world(3).run(shared_lines, list(hosts), True):
@@ -253,34 +252,3 @@ def test_growth_leaves_no_descriptor_and_no_mapping(world):
     world(2).run(grown, 12)
 
 
-@pytest.mark.prove
-def test_growth_leaves_nothing_for_long(world):
-    world(4).run(grown, 60)
-
-
-# How long it takes
-
-
-def looks(comm) -> list[int]:
-    axis, cores = by_process_group(comm.grid().dp_cp), len(os.sched_getaffinity(0))
-    return [Workspace(axis, WAIT, ranks).buffer._spins for ranks in (0, 1, 2, cores + 1)]
-
-
-def test_a_wait_sleeps_late_only_where_each_rank_has_a_core(world):
-    short, two = symmetric.SPINS, len(os.sched_getaffinity(0)) >= 2
-    for found in world(2).run(looks):
-        assert found == [short, short, symmetric.OWN_CORE_SPINS if two else short, short]
-
-
-def barriers(comm, times: int) -> float:
-    buffer, seconds = SymmetricBuffer(comm.grid().dp_cp, 64, WAIT), []
-    for _ in range(times):
-        begin = time.perf_counter()
-        buffer.barrier()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
-@pytest.mark.prove
-def test_a_barrier_of_more_ranks_than_cores_is_short(world):
-    assert max(world(8).run(barriers, 3000)) < 200e-6

@@ -100,7 +100,7 @@ def on_kernel(comm, seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(7), pytest.param(range(7, 200), marks=pytest.mark.prove)], ids=["few", "many"]
+    "seeds", [range(7), pytest.param(range(7, 60), marks=pytest.mark.prove)], ids=["few", "many"]
 )
 def test_equals_float64(interpreted, seeds):
     """Any sizes, groups, strides, documents and windows; parts of a row; numbers not finite."""
@@ -118,9 +118,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
         (9, 128, BF16, True),
         *(
             pytest.param(major, d, dtype, d == 64, marks=pytest.mark.prove)
-            for major in (8, 9, 10)
-            for d in (64, 80, 96, 128, 192, 256)
-            for dtype in (BF16, FP16)
+            for major, d, dtype in (
+                (8, 64, BF16), (8, 256, FP16), (9, 80, FP16), (9, 192, BF16), (10, 96, BF16),
+                (10, 128, FP16),
+            )
         ),
     ],
 )

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix of layouts of tests/model/test_parity.py with Triton's kernels, in its interpreter.
+"""Layouts of tests/model/test_parity.py with Triton's kernels, in its interpreter.
 
-Every layout of one rank, every second of two and every fourth of four ranks; the whole matrix runs
-in csrc/fused.cpp (tests/model/test_fused_parity.py). In fp64, each gradient within 1e-12 of the
-serial twin's norm: norm with the residual add, RoPE, SwiGLU. The kernels of the loss and of AdamW
-know no fp64, so csrc or torch does these there. In fp32 all of them run, for two steps, within
-1e-4, in every third of these layouts.
+tests/model/test_parity.py itself runs in csrc/fused.cpp. In fp64, each gradient within
+1e-12 of the serial twin's norm: norm with the residual add, RoPE, SwiGLU. The kernels of the loss
+and of AdamW know no fp64, so csrc or torch does these there. In fp32 all of them run, for two
+steps, within 1e-4.
 """
 
 import random
@@ -15,18 +14,10 @@ import pytest
 pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.model.fused_on import KERNELS, on_kernels
-from tests.model.test_fused_parity import fused
-from tests.model.test_parity import twins  # noqa: F401  # a fixture
+from tests.model.test_parity import cases, twins  # noqa: F401  # a fixture
 from tests.model.twin import Twin, check
 
 NARROW = dict(dtype="float32", backend="triton", lr=1e-2)
-
-
-def layouts(size: int) -> list[dict]:
-    """List the matrix, every second layout with the loss in chunks, and two with masks."""
-    found = fused(size)
-    found = [{k: v for k, v in c.items() if k != "chunk" or i % 2} for i, c in enumerate(found)]
-    return found + [case | {"masks": True, "recompute": None} for case in found[:2]]
 
 
 def compare(world, twin_of, size: int, some: list[dict]) -> None:
@@ -49,7 +40,7 @@ def compare_narrow(world, size: int, some: list[dict]) -> None:
 
 def one(seed: int) -> list[dict]:
     """Draw a layout of two ranks that cut tensors: the interpreter takes seconds a micro-batch."""
-    return [random.Random(seed).choice([c for c in layouts(2) if c["m"] == 1 and c["tp"] == 2])]
+    return [random.Random(seed).choice([c for c in cases(2) if c["m"] == 1 and c["tp"] == 2])]
 
 
 @pytest.mark.prove
@@ -60,17 +51,3 @@ def test_a_sample_in_fp64(interpreted, twins):  # noqa: F811
 @pytest.mark.prove
 def test_a_sample_in_fp32(interpreted):
     compare_narrow(interpreted, 2, one(5))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_matrix_in_fp64(interpreted, twins, size):  # noqa: F811
-    compare(interpreted, twins, size, layouts(size)[::size])
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_matrix_in_fp32(interpreted, size):
-    # with masks the optimizer's factor is not 1, and AdamW's kernel leaves the sums undivided
-    some = [case for case in layouts(size) if not case.get("masks")]
-    compare_narrow(interpreted, size, some[:: 3 * size])

@@ -113,9 +113,9 @@ def test_the_kernels_between_processes(interpreted, size, largest, delay):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_hundreds_of_epochs(interpreted, size):
-    cases = sample(240, size, seed=size, largest=36 if size < 8 else 20, delay=0.02)
+def test_many_epochs(interpreted):
+    size = 3
+    cases = sample(60, size, seed=size, largest=36, delay=0.02)
     for start in range(0, len(cases), 20):
         check(interpreted(size).run(run, cases[start : start + 20]))
 

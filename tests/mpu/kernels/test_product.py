@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the overlap kernels' products ask of a GPU and of torch's settings."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -36,10 +38,9 @@ def test_the_precision_of_fp32_is_read_however_it_was_set(precision):
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("dtype", [SIXTEEN, torch.float32, FLOAT8])
-@pytest.mark.parametrize("rows", [64, 4096])
-@pytest.mark.parametrize("aligned", [True, False])
-def test_tiles_fit_shared_memory(capability, dtype, rows, aligned):
-    blocks = blocks_for(dtype, capability[0], rows, aligned)
-    bytes_of_stage = (blocks.m + blocks.n) * blocks.k * dtype.itemsize
-    assert bytes_of_stage * blocks.stages <= SHARED[capability] * 1024
+def test_tiles_fit_shared_memory(capability):
+    dtypes = (SIXTEEN, torch.float32, FLOAT8)
+    for dtype, rows, aligned in product(dtypes, (64, 4096), (True, False)):
+        blocks = blocks_for(dtype, capability[0], rows, aligned)
+        bytes_of_stage = (blocks.m + blocks.n) * blocks.k * dtype.itemsize
+        assert bytes_of_stage * blocks.stages <= SHARED[capability] * 1024, (dtype, rows)

@@ -39,8 +39,7 @@ def test_the_kernel_adds_in_torchs_order(interpreted):
     interpreted(1).run(both)
 
 
-@pytest.mark.parametrize("major", [8, 9, 10])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("major, dtype", [(9, "bf16"), (8, "fp32")])
 def test_compiles_and_spills_nothing(major, dtype, tmp_path):
     constants = {"COUNT": 8, "BLOCK": kernels.BLOCK}
     names = kernels.sum_of_parts_kernel.arg_names

@@ -94,7 +94,7 @@ def entropy(dtype, rows, v):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize(
     "rows, width, threads",
-    sampled([(3, 17, 1), (1, 1, 2), (70, 1000, 2), (300, 64, 2), (300, 64, 1)], 3),
+    sampled([(3, 17, 1), (70, 1000, 2)], 2),
 )
 def test_fused_equals_its_twin(operation, dtype, rows, width, threads, monkeypatch):
     before = torch.get_num_threads()
@@ -115,7 +115,7 @@ def test_fused_equals_its_twin(operation, dtype, rows, width, threads, monkeypat
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("rows, h", [(1, 1), (3, 17), (300, 64), (70, 1000)])
+@pytest.mark.parametrize("rows, h", [(3, 17), (70, 1000)])
 def test_add_and_norm_in_one_pass_have_the_bits_of_both(dtype, rows, h):
     """Forward and backward, of a stream to which a branch was added and of one alone."""
     ctx = LayerContext(dtype=dtype, accumulate=wide(dtype), sink=GradientSink(wide(dtype)))

@@ -2,7 +2,6 @@
 """Column and row parallel layers against one matmul; a deferred weight gradient changes no bit."""
 
 import copy
-import itertools
 import weakref
 from dataclasses import replace
 
@@ -26,53 +25,6 @@ def full(name: str) -> torch.Tensor:
     shape = {"x": (S, B, IN), "w1": (OUT, IN), "w2": (IN, OUT), "dy": (S, B, IN)}[name]
     seed = sum(map(ord, name))
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def column_then_row(comm, t: int, sp: bool, deferred: bool) -> None:
-    """y = row(column(x)) and all three gradients, against x w1^T w2^T."""
-    grid = comm.grid(t)
-    tp = grid.tp
-    sink = GradientSink(torch.float64)
-    ctx = LayerContext(grid, sp, torch.float64, torch.float64, sink=sink)
-    column = ColumnParallelLinear(IN, (8, 12), ctx=ctx)
-    row = RowParallelLinear(OUT, IN, ctx=ctx)
-    w1 = torch.cat([w.chunk(t)[tp.rank] for w in full("w1").split([8, 12])])
-    order = torch.cat([c.chunk(t)[tp.rank] for c in torch.arange(OUT).split([8, 12])])
-    with torch.no_grad():
-        column.weight.copy_(w1)
-        row.weight.copy_(full("w2")[:, order])
-    shard = slice(tp.rank * S // t, (tp.rank + 1) * S // t) if sp and t > 1 else slice(None)
-    x = full("x")[shard].clone().requires_grad_()
-    y = row(column(x))
-    if deferred:
-        ctx.queue.defer()
-    y.backward(full("dy")[shard])
-    if deferred:
-        assert not ctx.sink.main, "a deferred weight gradient ran"
-        run_deferred(ctx.queue.take())
-
-    a, w1f, w2f = (full(n).requires_grad_() for n in ("x", "w1", "w2"))
-    (a @ w1f.t() @ w2f.t()).backward(full("dy"))
-    want_y = (full("x") @ full("w1").t() @ full("w2").t())[shard]
-    got_w1, got_w2 = ctx.sink.main[column.weight], ctx.sink.main[row.weight]
-    want_w1 = torch.cat([w.chunk(t)[tp.rank] for w in w1f.grad.split([8, 12])])
-    for got, want in (
-        (y, want_y),
-        (x.grad, a.grad[shard]),
-        (got_w1, want_w1),
-        (got_w2, w2f.grad[:, order]),
-    ):
-        assert (got - want).norm() <= 1e-12 * want.norm()
-
-
-def every_case(comm, t: int) -> None:
-    for sp, deferred in itertools.product((False, True), repeat=2):
-        column_then_row(comm, t, sp, deferred)
-
-
-@pytest.mark.parametrize("size, t", [(1, 1), (2, 2), (4, 4), (4, 2)])
-def test_column_then_row(world, size, t):
-    world(size).run(every_case, t)
 
 
 def test_a_weight_gradient_that_waits_keeps_no_graph():
@@ -213,8 +165,11 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("main", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, main",
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+     (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)],
+)  # fmt: skip
 def test_a_recorded_weight_gradient_takes_the_memory_of_a_real_one(dtype, main):
     """Of a CPU, where a product of fp32 or of another dtype is made first."""
     found = []

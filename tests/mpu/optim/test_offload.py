@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masters and moments in host memory: the same bits as without, and the order of a step's parts."""
 
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,44 +110,6 @@ def test_gradients_leave_first_and_weights_return_bucket_by_bucket():
         ([1, 2, 3], [1, 2, 0], 0.1, 1.0),
     ]
     assert [float(w[-1]) for w in weights] == [1, 2, 3]
-
-
-class Stream:
-    """Stands for a CUDA stream: writes down what is asked of it."""
-
-    device = None
-
-    def __init__(self, name: str, log: list) -> None:
-        self.name, self.log, self.events = name, log, 0
-
-    def wait_stream(self, other) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        number, self.events = self.events, self.events + 1
-        self.log.append(f"{self.name} event {number}")
-        return SimpleNamespace(synchronize=lambda: self.log.append(f"host waits for {number}"))
-
-
-def test_streams_wait_for_each_other(monkeypatch):
-    log: list[str] = []
-    offload = Offload([torch.zeros(n) for n in LENGTHS[:2]], [torch.zeros(n) for n in LENGTHS[:2]])
-    offload._streams = Stream("down", log), Stream("up", log)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current", log))
-
-    @contextmanager
-    def on(stream):
-        log.append(f"on {stream.name}")
-        yield
-
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    adams = [[Watch(lambda *scalars, i=i: log.append(f"update {i}"))] for i in range(2)]
-    offload.update(adams, torch.tensor(1.0), torch.tensor(0.0))
-    assert log == [
-        *("down waits for current", "on down", "down event 0", "down event 1"),
-        *("host waits for 0", "update 0", "on up", "host waits for 1", "update 1", "on up"),
-        "current waits for up",
-    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,8 +16,7 @@ from mpu.pipeline.simulate import (
     simulate,
     validate,
 )
-from mpu.pipeline.steps import Message, Step, last_needed, plan
-from tests.sampling import sampled
+from mpu.pipeline.steps import Message, Step, plan
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
 
@@ -25,15 +24,6 @@ F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW
 def of_any_size(name, p, m, v, group):
     v = 2 if name in ("zb-v", "v-half") else v if name == "interleaved" else 1
     return build(name, p, m, v, group if v > 1 and name == "interleaved" else None)
-
-
-def prove(name, p, m, v, group):
-    try:
-        schedule = of_any_size(name, p, m, v, group)
-    except ValueError:
-        assume(False)
-    validate(schedule)
-    validate(forward_only(schedule))
 
 
 sizes = {
@@ -48,14 +38,12 @@ sizes = {
 @given(**sizes)
 @settings(max_examples=60, deadline=None)
 def test_every_schedule_is_valid(name, p, m, v, group):
-    prove(name, p, m, v, group)
-
-
-@pytest.mark.prove
-@given(**sizes)
-@settings(max_examples=5000, deadline=None)
-def test_thousands_of_schedules_are_valid(name, p, m, v, group):
-    prove(name, p, m, v, group)
+    try:
+        schedule = of_any_size(name, p, m, v, group)
+    except ValueError:
+        assume(False)
+    validate(schedule)
+    validate(forward_only(schedule))
 
 
 # ---- what is broken is refused, by rank and action ----
@@ -85,15 +73,10 @@ def move_to_end(action):
     "name, rank, change, says",
     [
         ("1f1b", 1, lambda a: a.remove(B(2)), "rank 1 lacks B chunk 0 micro-batch 2"),
-        ("zb-v", 0, lambda a: a.remove(F(3, 1)), "rank 0 lacks F chunk 1 micro-batch 3"),
         ("gpipe", 0, lambda a: a.append(W(0)), "rank 0 does W chunk 0 micro-batch 0 once more"),
-        ("1f1b", 0, lambda a: a.append(F(4)), "rank 0 does F chunk 0 micro-batch 4 once more"),
         ("1f1b", 1, lambda a: a.append(F(0, 1)), "rank 1 does F chunk 1 micro-batch 0 once more"),
-        ("zb-h1", 1, swap(F(0), B(0)), "rank 1 does B chunk 0 micro-batch 0 before its F"),
         ("zb-h1", 0, swap(W(3), B(3)), "rank 0 does W chunk 0 micro-batch 3 before its B"),
-        ("zb-h1", 1, swap(W(0), W(1)), "rank 1 does W chunk 0 micro-batch 1 before micro-batch 0"),
         ("v-half", 0, swap(B(1), B(2)), "rank 0 does B chunk 0 micro-batch 2 before micro-batch 1"),
-        ("1f1b", 0, move_to_end(W(3)), None),  # where it was
         ("1f1b", 0, move_to_end(W(1)), "rank 0 does W chunk 0 micro-batch 2 before micro-batch 1"),
     ],
 )
@@ -170,20 +153,6 @@ def test_the_plan_of_two_ranks_receives_one_action_ahead():
     )
 
 
-@pytest.mark.parametrize("name, v", [("interleaved", 3), ("zb-v", 2), ("v-half", 2), ("zb-h1", 1)])
-def test_a_receive_is_posted_with_the_action_before_or_earlier(name, v):
-    """Or, where its sender needs that action, directly before its own."""
-    schedule = build(name, 4, 8, v)
-    needed = last_needed(schedule)
-    for rank, steps in enumerate(plan(schedule)):
-        order = [step.action for step in steps]
-        posted = {m: n for n, step in enumerate(steps) for m in step.receives}
-        assert all(m.to == rank for m in posted)
-        for m, n in posted.items():
-            own = order.index(Action(*m[:3]))
-            assert n == 0 or n < own or (n == own and needed[m] == own - 1)
-
-
 def test_the_turn_of_a_v_and_one_rank_send_nothing():
     messages = [m for rank in plan(build("zb-v", 3, 4, 2)) for s in rank for m in s.receives]
     assert len(messages) == 4 * 2 * 4  # F's and B's of 4 micro-batches over 2 hops down and 2 up
@@ -241,11 +210,11 @@ def even(schedule, f=1.0, b=1.0, w=1.0, send=0.0):
     return simulate(schedule, Costs(*each, send))
 
 
-COSTS = [(1, 1, 1), (1, 1.3, 0.7), (0.6, 1, 1.1)]
+COSTS = [(1, 1, 1), (0.6, 1.3, 0.7)]
 
 
 @pytest.mark.parametrize("f, b, w", COSTS)
-@pytest.mark.parametrize("p, m", [(1, 1), (1, 4), (2, 1), (2, 5), (4, 2), (4, 4), (4, 9), (8, 16)])
+@pytest.mark.parametrize("p, m", [(1, 4), (2, 1), (4, 2), (4, 9)])
 def test_1f1b_and_gpipe_cost_what_the_formulas_say(p, m, f, b, w):
     for name, peak in (
         ("1f1b", tuple(min(m, p - r) for r in range(p))),
@@ -260,8 +229,8 @@ def test_1f1b_and_gpipe_cost_what_the_formulas_say(p, m, f, b, w):
 
 
 @pytest.mark.parametrize("f, b, w", COSTS)
-@pytest.mark.parametrize("v", [2, 3, 8])
-@pytest.mark.parametrize("p, m", [(1, 3), (2, 4), (4, 8), (4, 16), (8, 16)])
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("p, m", [(1, 3), (2, 4), (4, 16)])
 def test_interleaving_divides_the_bubble_by_v(p, m, v, f, b, w):
     cost = even(build("interleaved", p, m, v), f, b, w)
     assert cost.bubble == pytest.approx((p - 1) * (f + b + w) / v, abs=1e-9)
@@ -269,7 +238,7 @@ def test_interleaving_divides_the_bubble_by_v(p, m, v, f, b, w):
     assert max(cost.peak) == cost.peak[0]
 
 
-@pytest.mark.parametrize("p", sampled([4, 1, 2, 3, 5, 6, 7, 8], 4))
+@pytest.mark.parametrize("p", [1, 4, 7])
 def test_zb_h1_leaves_a_third_of_the_bubble_in_1f1bs_memory(p):
     for m in range(1, 4 * p + 1):
         cost = even(build("zb-h1", p, m), 2, 2, 2)
@@ -281,7 +250,7 @@ def test_zb_h1_leaves_a_third_of_the_bubble_in_1f1bs_memory(p):
             assert cost.bubble < (p - 1) * 6
 
 
-@pytest.mark.parametrize("p", sampled([4, 1, 2, 3, 5, 6, 7, 8], 4))
+@pytest.mark.parametrize("p", [1, 4, 7])
 def test_zb_v_has_no_bubble_but_the_start_up_in_1f1bs_memory(p):
     for m in range(1, 4 * p + 1):
         cost = even(build("zb-v", p, m, 2), 2, 2, 2)  # one unit a chunk
@@ -292,7 +261,7 @@ def test_zb_v_has_no_bubble_but_the_start_up_in_1f1bs_memory(p):
             assert cost.idle == pytest.approx((0,) * p, abs=1e-9)
 
 
-@pytest.mark.parametrize("p", sampled([4, 1, 2, 3, 5, 6, 7, 8], 4))
+@pytest.mark.parametrize("p", [1, 4, 7])
 def test_v_half_has_half_the_bubble_in_half_the_memory(p):
     for m in range(1, 4 * p + 1):
         cost = even(build("v-half", p, m, 2), 2, 2, 2)

@@ -172,11 +172,8 @@ def test_cuts_that_flags_ask_for(args, options, expected):
     "args,options,sentence",
     [
         ((8, 2), {"layout": "Et|tL"}, "number of t's must be that of the layers, 8; it is 2"),
-        ((2, 2), {"layout": "Et|t|L"}, "it has 3 stages and 2 are needed"),
         ((2, 2), {"layout": "t|tL"}, "E must be the first symbol, and stand once; it has 0"),
-        ((2, 2), {"layout": "tE|tL"}, "E must be the first symbol"),
         ((2, 2), {"layout": "EEt|tL"}, "E must be the first symbol, and stand once; it has 2"),
-        ((2, 2), {"layout": "Et|tLL"}, "L must be the last symbol, and stand once; it has 2"),
         ((2, 3), {"layout": "Et|tL|"}, "L must be the last symbol"),
     ],
 )
@@ -189,11 +186,8 @@ def test_what_does_not_add_up_is_refused(args, options, sentence):
     "text,expected",
     [
         ("Et*3|(tt|)*2ttL", ["Ettt", "tt", "tt", "ttL"]),
-        ("Et*3|(tt|)*29|L", ["Ettt", *["tt"] * 29, "", "L"]),
         ("Ettt, (|t*2)*2, | L", ["Ettt", "tt", "tt", "L"]),
-        ("E(t|)*2L", ["Et", "t", "L"]),
         ("E((t)*2|)*2(t)L", ["Ett", "tt", "tL"]),
-        ("E|*3L", ["E", "", "", "L"]),
         ("Et*12L", ["E" + "t" * 12 + "L"]),
     ],
 )
@@ -205,15 +199,10 @@ def test_a_layout_written_out(text, expected):
     "text,sentence",
     [
         ("Et|m|L", "m, a layer that predicts several tokens ahead"),
-        ("Ex|tL", "x is none of E .embedding., t .layer., L .loss."),
         ("E(t|tL", r"a \( is never closed"),
-        ("Et)|tL", r"a \) closes nothing"),
         ("Et*|tL", r"\* must be followed by a whole number >= 1, not by '\|'"),
-        ("Et*0|tL", "not by '0'"),
         ("EtL*", "not by ''"),
-        ("E*t|3L", "not by 't'"),
         ("3E|tL", "3 is none of"),
-        ("E(t*999)*999L", r"\*999 makes it longer than 100,000 symbols"),
     ],
 )
 def test_a_layout_that_cannot_be_read(text, sentence):

@@ -114,11 +114,6 @@ def test_no_plan_posts_a_receive_too_early():
     assert check(every(4, (1, 2, 3, 4, 8))) >= 10
 
 
-@pytest.mark.prove
-def test_no_plan_of_up_to_eight_ranks_posts_a_receive_too_early():
-    assert check(every(8, (1, 2, 3, 4, 5, 7, 8, 12, 16))) >= 40
-
-
 def test_what_a_message_needs_of_its_receiver_is_found_by_a_search_too():
     for schedule in every(4, (4, 6)):
         closure, found = needs(schedule), last_needed(schedule)

@@ -153,8 +153,7 @@ def buckets_of(events: list[Event], what: str) -> list[int]:
     return [e.bucket for e in events if e.what == what]
 
 
-@pytest.mark.parametrize("m", sampled([3, 1], 2))
-@pytest.mark.parametrize("zero", sampled([2, 0, 3, 1], 2))
+@pytest.mark.parametrize("zero, m", sampled([(2, 3), (0, 1), (3, 3), (1, 1)], 2))
 def test_a_sum_leaves_before_the_next_gradients_are_ready(world, zero, m):
     for events in events_of(world, dict(zero=zero, m=m)):
         left = buckets_of(events, "sum")
@@ -170,16 +169,7 @@ def test_a_sum_leaves_before_the_next_gradients_are_ready(world, zero, m):
                 assert at(events, "done", i + 1)[-1] < arrived, (i, "was waited for at once")
 
 
-@pytest.mark.parametrize("zero", sampled([0, 1, 2, 3], 3))
-def test_without_overlap_all_sums_leave_at_the_end(world, zero):
-    for events in events_of(world, dict(zero=zero, m=3, overlap=False)):
-        (finish,) = at(events, "finish")
-        left = buckets_of(events, "sum")
-        assert left == list(range(len(left))) and len(left) >= 5
-        assert all(i > finish for i, e in enumerate(events) if e.what == "sum")
-
-
-@pytest.mark.parametrize("zero", sampled([3, 0, 1, 2], 2))
+@pytest.mark.parametrize("zero", sampled([3, 1], 2))
 def test_gradients_travel_in_the_last_micro_batch_only(world, zero):
     for events in events_of(world, dict(zero=zero, m=3)):
         assert {e.action for e in events if e.what == "sum"} == {"BW chunk 0 micro-batch 2"}
@@ -189,7 +179,7 @@ def test_gradients_travel_in_the_last_micro_batch_only(world, zero):
 
 
 @pytest.mark.parametrize(
-    "overlap, zero", sampled([(True, 3), (False, 3), (False, 2), (True, 2)], 2)
+    "overlap, zero", sampled([(True, 3), (False, 2)], 2)
 )
 def test_gradients_travel_after_each_micro_batch_where_asked(world, zero, overlap):
     for events in events_of(world, dict(zero=zero, m=3, each=True, overlap=overlap)):
@@ -206,7 +196,7 @@ def test_gradients_travel_after_each_micro_batch_where_asked(world, zero, overla
 
 
 @pytest.mark.parametrize(
-    "zero, schedule", sampled([(z, s) for s in ("interleaved", "zb-v") for z in (3, 1, 2)], 5)
+    "zero, schedule", sampled([(3, "interleaved"), (2, "zb-v")], 2)
 )
 def test_in_a_pipeline_buckets_leave_with_their_last_gradient(world, zero, schedule):
     """Of each virtual stage: in the action of its last W, while other stages still compute."""
@@ -240,7 +230,7 @@ def test_in_a_pipeline_buckets_leave_with_their_last_gradient(world, zero, sched
 
 
 @pytest.mark.parametrize(
-    "zero, schedule", sampled([(z, s) for s in ("1f1b", "interleaved") for z in (3, 0, 1, 2)], 5)
+    "zero, schedule", sampled([(3, "1f1b"), (1, "interleaved")], 2)
 )
 def test_the_output_layers_bucket_leaves_last_where_its_gradients_are_deferred(
     world, zero, schedule
@@ -323,10 +313,3 @@ def test_new_weights_travel_under_the_next_forward(world, zero):
             first = at(two, "use", b)[0]
             assert two[first - 1][:2] == ("gathered", b)
             assert two[first].action == "F chunk 0 micro-batch 0"
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_without_gathering_ahead_the_update_waits_for_its_weights(world, zero):
-    for events in events_of(world, dict(zero=zero, gather=False)):
-        gathers = buckets_of(events, "gather")
-        assert sorted(gathers) == sorted(buckets_of(events, "gathered")) and len(gathers) >= 5

@@ -72,23 +72,6 @@ def order_on_the_wire(comm) -> dict:
     return {"events": spy.events, "grads": grads}
 
 
-def test_a_bucket_leaves_when_its_last_gradient_is_done(world):
-    results = world(2).run(order_on_the_wire)
-    for result in results:
-        events = result["events"]
-        first, last = (i for i, e in enumerate(events) if e == "micro-batch")
-        assert events[first + 1 : last] == ["done"] * 5, "a bucket left in an earlier micro-batch"
-        backward, after = (
-            events[last + 1 : events.index("finish")],
-            events[events.index("finish") :],
-        )
-        # idle and plain, defined last, would be the first buckets: they hold the others back, as
-        # they are never done; w3 ... w0 wait for them, and all leave in finish, in one order
-        assert backward == ["done"] * 5
-        assert len(after) > 1
-    assert results[0]["events"] == results[1]["events"]
-
-
 def test_sums_ties_idle_and_plain_parameters(world):
     toy = Toy(ParamAndGradBuffer(Grid(), torch.float32))
     names = ("w0", "w1", "w2", "w3")
@@ -160,39 +143,6 @@ def used_plainly(comm) -> str:
 def test_plain_autograd_on_a_sharded_weight_is_refused(world):
     for said in world(2).run(used_plainly):
         assert said.startswith("plain was used in plain autograd") and "mpu.gradients.use" in said
-
-
-def overlapped(comm) -> list:
-    """Without the idle ones every bucket but the last leaves inside backward."""
-    grid, spy = comm.grid(), Spy()
-    grid.traced(spy)
-    try:
-        sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(bucket_size=1))
-        toy = Toy(sink)
-        del toy.idle, toy.plain
-        toy.forward = lambda x: (
-            x * use(toy.w0, sink) * use(toy.w1, sink) * use(toy.w0, sink)
-        ).sum()
-        del toy.w2, toy.w3
-        sink.attach(toy)
-        spy.events.clear()  # of what ranks told one another there
-        sink.begin_step()
-        done = sink.register_grad_ready
-        sink.register_grad_ready = lambda p: (spy.events.append("done"), done(p))
-        toy(torch.ones(3)).backward()
-        spy.events.append("finish")
-        sink.finish_grad_sync()
-    finally:
-        grid.traced(None)
-    return [e if isinstance(e, str) else e[0] for e in spy.events]
-
-
-def test_reductions_start_under_backward(world):
-    for events in world(2).run(overlapped):
-        before = events[: events.index("finish")]
-        assert before.count("reduce_scatter") == 2
-        assert before.count("all_gather") == 1, "the first sum goes on as the second leaves"
-        assert before.index("reduce_scatter") < len(before) - 1 - before[::-1].index("done")
 
 
 def labels_of(comm, stage: int) -> list[tuple[str, object]]:

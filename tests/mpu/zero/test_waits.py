@@ -98,9 +98,8 @@ def waits_of_steps(comm, cases: list[dict]) -> list[dict[str, int]]:
     "size, more, ways",
     [
         (2, {}, WAYS[:4]),
-        pytest.param(2, {}, WAYS[4:], marks=pytest.mark.prove),
-        pytest.param(4, dict(tp=2, sp=True), WAYS, marks=pytest.mark.prove),
-        pytest.param(4, dict(instances=2), WAYS, marks=pytest.mark.prove),
+        pytest.param(4, dict(tp=2, sp=True), WAYS[4:], marks=pytest.mark.prove),
+        pytest.param(4, dict(instances=2), WAYS[::2], marks=pytest.mark.prove),
     ],
 )
 def test_a_step_reads_nothing_on_the_host(world, size, more, ways):
@@ -135,25 +134,3 @@ def test_the_loop_reads_when_it_logs_and_the_flags_of_the_step_before(monkeypatc
     reads = [dict(after - first) for first, after in zip(before, before[1:], strict=False)]
     flags, logged = {"tolist": 1}, {"tolist": 4}
     assert reads[:-1] == [{}, flags, logged, flags, flags, logged]
-
-
-def test_the_count_sees_every_way_to_read():
-    x, lengths = torch.ones(4), torch.tensor([1, 3])
-    ways = {
-        "item": lambda: x[0].item(),
-        "__bool__": lambda: bool(x[0] > 0),
-        "aten::is_nonzero": lambda: bool(x[0] > 0),
-        "__float__": lambda: float(x[0]),
-        "__index__": lambda: range(lengths[0]),
-        "tolist": lambda: x.tolist(),
-        "numpy": lambda: x.numpy(),
-        "cpu": lambda: x.cpu(),
-        "aten::nonzero": lambda: x[x > 0],
-        "aten::equal": lambda: torch.equal(x, x),
-        "aten::_local_scalar_dense": lambda: torch.segment_reduce(x, "sum", lengths=lengths),
-    }
-    for name, way in ways.items():
-        found: Counter[str] = Counter()
-        with counted(found):
-            way()
-        assert found[name], name

@@ -2,7 +2,6 @@
 """Whatever is damaged or full, the last whole checkpoint is found, and the others are named."""
 
 import errno
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -17,12 +16,9 @@ from training.checkpoint import (
     SaveError,
     check_writable,
     find_latest,
-    load,
     save,
 )
 from training.checkpoint.pieces import NamedPiece, whole
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def flip(path: Path, at: int) -> None:
@@ -113,61 +109,3 @@ def test_ranks_agree_on_the_directory(world: Any, tmp_path: Path) -> None:
     assert step0 == step1 == 1
     assert len(notes0) == 1 and "rank 1: rank_00001-000.safetensors" in notes0[0]
     assert notes1 == []
-
-
-def write_all(root: Path, me: int, steps: list[int], begin: Any, said: Any) -> None:
-    """Save each step with this writer's number in its tensors; send how each save went."""
-    torch.set_num_threads(1)
-    begin.wait(60)
-    for step in steps:
-        value = float(100 * me + step)
-        pieces = [whole(n, torch.full((50, 30), value)) for n in ("a", "b")]
-        state = {"value": value}
-        try:
-            save(root, step=step, pieces=pieces, state=state, grid=Grid(), file_bytes=6000)
-            said.send("saved")
-        except SaveError as error:
-            said.send(str(error))
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [((7,) * 6, (7,) * 6), pytest.param((range(1, 7), range(6, 0, -1)), marks=pytest.mark.prove)],
-    ids=str,
-)
-def test_two_writers_at_once_never_mix(tmp_path: Path, steps: Any) -> None:
-    """Runs are kept apart by a lock; should two write all the same, each checkpoint is one's."""
-    context = multiprocessing.get_context("fork")
-    begin, pipes = context.Barrier(2), [context.Pipe(False) for _ in steps]
-    writers = [
-        context.Process(target=write_all, args=(tmp_path, me, own, begin, pipes[me][1]))
-        for me, own in enumerate(steps)
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        try:
-            value_of(tmp_path)
-        except CheckpointError:
-            pass  # it was replaced while it was read
-    for writer, (pipe, _) in zip(writers, pipes, strict=True):
-        assert writer.exitcode == 0
-        lines = [pipe.recv() for _ in steps[0]]
-        # each clears away what the other is writing, so that every save of one may fail
-        assert all(line == "saved" or "was not saved" in line for line in lines), lines
-    value_of(tmp_path)
-    pieces = [whole(n, torch.full((50, 30), 99.0)) for n in ("a", "b")]
-    save(tmp_path, step=9, pieces=pieces, state={"value": 99.0}, grid=Grid())
-    assert value_of(tmp_path) == 99.0
-
-
-def value_of(root: Path) -> float | None:
-    """Load the newest, which must be of one writer alone; return its number."""
-    pieces = [whole(n, torch.zeros(50, 30)) for n in ("a", "b")]
-    found = find_latest(root, Grid(), pieces=pieces, note=lambda line: None)
-    if found is None:
-        return None
-    load(found, pieces, Grid())
-    values = {v for p in pieces for v in p.tensor.flatten().tolist()}
-    assert values == {found.state["value"]}, "two writers' numbers in one checkpoint"
-    return found.state["value"]

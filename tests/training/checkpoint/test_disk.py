@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.fault_injection import immutable
 from tests.faults.small_run import Ranks, weights
 from tests.launcher import Launcher, Result
 
@@ -89,10 +88,8 @@ BROKEN = {  # what a rank's system call answers: (point, rank, how, calls, what 
     "stale handle": ("save: piece", 0, "ESTALE", [1], "rank 0: Stale file handle"),
 }
 CASES = [
-    (name, call, flags)
-    for name, (_, _, _, calls, _) in BROKEN.items()
-    for call in calls
-    for flags in ("", BACKGROUND)
+    (name, calls[i % len(calls)], ("", BACKGROUND)[i % 2])
+    for i, (name, (_, _, _, calls, _)) in enumerate(BROKEN.items())
 ]
 
 
@@ -120,9 +117,7 @@ def test_a_rename_that_may_not_be_durable_is_told_of(ranks: Ranks, oracle: Resul
     "when, why",
     [
         ("save: start", "a checkpoint has"),
-        ("save: piece", "No space left on device"),
         ("save: shards", "rank 0: No space left on device"),
-        ("save: manifest", ""),
     ],
 )
 def test_a_disk_is_full(
@@ -133,70 +128,14 @@ def test_a_disk_is_full(
     fill = at(when, 0, "fill", path=str(small))
     empty = at("save: start", 0, "empty", path=str(small), save=3)
     result = ranks.run(2, 1, [fill, empty], folder, flags=FLAGS)
-    if when == "save: manifest":  # what remains is a rename
-        assert result.codes == [0, 0] and weights(result) == weights(oracle)
-        return
     check_survived(result, oracle, why, says=str(small))
-
-
-@LATER
-def test_a_disk_without_room_for_two(ranks: Ranks, oracle: Result, disk: Any, folder: Path) -> None:
-    """What is said before anything is written, each time; the last save of a run ends it."""
-    one = sum(f.stat().st_size for f in (oracle.folder / "saved/step_00000003").iterdir())
-    disk(f"size={int(1.5 * one)}")
-    result = ranks.run(2, 1, None, folder, flags=FLAGS)
-    assert result.codes == [1, 1] and result.saved() == ["step_00000003"]
-    assert "step 6 was not saved" in result.said(0, "out")
-    for rank in range(2):
-        (line,) = result.said(rank).splitlines()
-        assert line.startswith("pretrain_llama.py: the checkpoint of step 8 was not saved")
-        assert "are free" in line
-    assert weights(result, 3) == weights(oracle, 3)
-
-
-@LATER
-def test_a_disk_without_a_single_name_left(
-    ranks: Ranks, oracle: Result, disk: Any, folder: Path
-) -> None:
-    disk("size=30m,nr_inodes=11")
-    result = ranks.run(2, 1, None, folder, flags=FLAGS)
-    assert result.codes == [1, 1] and "No space left on device" in result.said(0)
-    assert result.saved() == ["step_00000003"]
-    assert weights(result, 3) == weights(oracle, 3)
-
-
-@pytest.mark.parametrize(
-    "when, why",
-    [("save: start", "rank 0: Operation not permitted"), ("save: shards", "rank 0: ")],
-)
-@LATER
-def test_a_directory_that_nothing_can_be_made_in_any_more(
-    ranks: Ranks, oracle: Result, folder: Path, when: str, why: str
-) -> None:
-    saved = folder / "saved"
-    saved.mkdir(mode=0o700)
-    try:
-        immutable(saved, True)
-        immutable(saved, False)
-    except OSError as error:
-        pytest.skip(f"no way here to close a directory to root: {error.strerror}")
-    close = at(when, 0, "close", path=str(saved))
-    again = at("save: start", 0, "open", path=str(saved), save=3)
-    try:
-        result = ranks.run(2, 1, [close, again], folder, flags=FLAGS)
-    finally:
-        immutable(saved, False)
-    check_survived(result, oracle, why)
 
 
 @pytest.mark.parametrize(
     "when, flags",
     [
-        pytest.param("save: piece", "", marks=LATER),
         pytest.param("save: start", "", marks=LATER),
-        pytest.param("save: shards", "", marks=LATER),
         pytest.param("save: piece", BACKGROUND, marks=LATER),
-        pytest.param("save: shards", BACKGROUND, marks=LATER),
     ],
 )
 def test_the_directory_is_gone(
@@ -212,7 +151,7 @@ def test_the_directory_is_gone(
 
 
 @LATER
-@pytest.mark.parametrize("flags", ["", BACKGROUND])
+@pytest.mark.parametrize("flags", [BACKGROUND])
 def test_a_failed_save_ends_the_run_where_that_was_asked_for(
     ranks: Ranks, oracle: Result, flags: str
 ) -> None:

@@ -2,7 +2,6 @@
 """What --load may name, and the sentence for anything else."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -129,37 +128,4 @@ def test_a_newer_format_is_refused_not_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1)
     resign(write(tmp_path, 2), version=3)
     with pytest.raises(MismatchError, match="version 3; this program reads versions 1 and 2"):
-        find_latest(tmp_path, Grid())
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ".hidden", "a/b", ""])
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path, 1)
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    resign(path, files={**files, name: {"size": 1, "sha256": ""}})
-    with pytest.raises(CheckpointError, match="bad entry for the file"):
-        find_latest(tmp_path, Grid())
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"dtype": "F32", "shape": [3], "parts": [["other", "a", [0], [3]]]},
-        {"dtype": "F32", "shape": [3], "parts": [["rank_00000-000.safetensors", "a", [1], [3]]]},
-        {"dtype": "F32", "shape": [3], "parts": [["rank_00000-000.safetensors", "a", [-1], [3]]]},
-        {"dtype": "F32", "shape": [3], "parts": [["rank_00000-000.safetensors", "a", [0, 0], [3]]]},
-        {"dtype": "F32", "shape": [3], "parts": [["rank_00000-000.safetensors"]]},
-        {"dtype": "F32", "shape": "3"},
-        7,
-    ],
-)
-def test_an_index_is_checked_even_when_its_hash_is_right(tmp_path: Path, entry: Any) -> None:
-    from training.checkpoint.files import write_json
-
-    path = write(tmp_path, 1)
-    os.unlink(path / "index.json")
-    info = write_json(path / "index.json", {"a": entry})
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    resign(path, files={**files, "index.json": info})
-    with pytest.raises(CheckpointError, match="bad entry for the tensor 'a'"):
         find_latest(tmp_path, Grid())

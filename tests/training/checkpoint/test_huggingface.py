@@ -2,7 +2,6 @@
 """A Hugging Face directory opens like a checkpoint; one that contradicts itself is refused."""
 
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -134,16 +131,6 @@ def test_configs_of_transformers_4_and_5(tmp_path: Path, spelling: dict[str, Any
     for field, value in {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": 9}.items():
         with pytest.raises(MismatchError, match=f"another model: {field} is"):
             found.check_model({**want, field: value})
-
-
-def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> None:
-    foreign = {"time_step_limit": [0.0, math.inf], "max_length": int(1e30), "x": math.nan}
-    make(tmp_path, SIZES | foreign, model={"a": torch.ones(1)})
-    assert HuggingFaceDirectory(tmp_path, from_hf).state["hf_config"]["vocab_size"]
-    for field, value in (("vocab_size", int(1e30)), ("rms_norm_eps", math.nan)):
-        make(tmp_path, SIZES | {field: value}, model={"a": torch.ones(1)})
-        with pytest.raises(CheckpointError, match=f"config.json: {field}: "):
-            HuggingFaceDirectory(tmp_path, from_hf)
 
 
 @pytest.mark.parametrize(
@@ -339,39 +326,21 @@ def raw(header: Any, data: int = 0, length: int | None = None) -> bytes:
     return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
 
 
-TWICE = (
-    b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
-    b'"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}'
-)
 ABSURD = {
     "nothing": (b"", "it has 0 bytes"),
-    "half a length": (b"1234567", "it has 7 bytes"),
     "a header of 4 EB": (raw(b"{}", length=1 << 62), "a header of 4,611,686,018,427,387,904 bytes"),
-    "a header of 100 MB and 1": (raw(b"{}", length=100_000_001), "where 16,777,216 are allowed"),
     "a header beyond the end": (raw(b"{}", length=3), "3 bytes ends beyond the 10 of the file"),
-    "a note of Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "no JSON": (raw(b"[["), "its header is not JSON"),
-    "no object": (raw(b"[]"), "its header does not hold a JSON object"),
     "a deep header": (raw(b'{"a":' * 50_000), "its header is not JSON"),
-    "a NaN": (raw(b'{"a":NaN}'), "its header is not JSON"),
     "metadata with a number": (raw({"__metadata__": {"a": 1}}), "__metadata__ is not an object"),
-    "overlap": (raw({"a": tensor(0, 8), "b": tensor(4, 12)}, 12), "b overlaps another tensor"),
     "the same bytes": (raw({"a": tensor(0, 8), "b": tensor(0, 8)}, 8), "b overlaps another"),
-    "a hole": (raw({"a": tensor(0, 8), "b": tensor(12, 20)}, 20), "b leaves a hole before it"),
     "a hole in front": (raw({"a": tensor(4, 12)}, 12), "a leaves a hole before it"),
-    "one name twice": (raw(TWICE, 12), "the key .a. occurs twice"),
     "a tail": (raw({"a": tensor(0, 8)}, 9), "its tensors end at 8 of 9 bytes"),
-    "data beyond the end": (raw({"a": tensor(0, 8)}, 7), "its tensors end at 8 of 7 bytes"),
     "too many bytes": (raw({"a": tensor(0, 12)}, 12), "takes 8 bytes and has 12"),
-    "backwards": (raw({"a": tensor(8, 0)}, 8), "takes 8 bytes and has -8"),
     "negative offsets": (raw({"a": tensor(-8, 0)}, 8), "of a are not up to 8 counts"),
-    "negative sizes": (raw({"a": tensor(0, 8, [-2, -1])}, 8), "of a are not up to 8 counts"),
     "more than 2^64": (raw({"a": tensor(0, 8, [1 << 62, 4])}, 8), "takes 73786976294838206464"),
-    "half offsets": (raw({"a": tensor(0, 8.0)}, 8), "of a are not up to 8 counts"),
     "true": (raw({"a": tensor(0, 4, [True])}, 4), "of a are not up to 8 counts"),
-    "no shape": (raw({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8), "a needs dtype, shape"),
     "no table": (raw({"a": 7}, 8), "a needs dtype, shape"),
-    "a dtype of its own": (raw({"a": tensor(0, 8, dtype="X9")}, 8), "a is X9; only F64"),
     "a dtype that is a list": (raw({"a": tensor(0, 8, dtype=[])}, 8), r"a is \[\]; only F64"),
 }
 OURS_ALONE = {
@@ -428,25 +397,3 @@ def test_empty_tensors_are_sound(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(0, 3), "b": torch.zeros(2), "c": torch.zeros(())}, path)
     assert read_header(path)[1] == {"a": ("F32", [0, 3]), "b": ("F32", [2]), "c": ("F32", [])}
-
-
-GOOD = raw({"__metadata__": {"k": "v"}, "a": tensor(0, 8), "b": tensor(8, 14, [3], "BF16")}, 14)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4))
-def test_what_is_let_through_the_library_reads_alike(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
-) -> None:
-    content = bytearray(GOOD)
-    for at, byte in changes:
-        content[at] = byte
-    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
-    path.write_bytes(content)
-    try:
-        _, found = read_header(path)
-    except CheckpointError:
-        return
-    with safe_open(path, "pt") as file:
-        there = {n: file.get_slice(n) for n in file.keys()}  # noqa: SIM118 (not a dict)
-        assert found == {n: (s.get_dtype(), s.get_shape()) for n, s in there.items()}

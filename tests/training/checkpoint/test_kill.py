@@ -6,11 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from mpu.grid import Grid
-from training.checkpoint import find_latest, load
-from training.checkpoint.pieces import whole
 
 PHASES = ("start", "piece", "shards", "manifest", "aside", "renamed")
 
@@ -81,58 +76,3 @@ def test_kill_9_in_each_phase(tmp_path: Path, newest: Any, python: Any) -> None:
     assert done.stdout.splitlines() == [f"{p} -9" for p in phases], done.stderr
     for phase in phases:
         assert newest(tmp_path / phase)[0] == (2 if phase == "renamed" else 1)
-
-
-KILL_A_RANK = """
-import os, signal, sys
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from mpu.comm.transport import CommunicationError
-from mpu.grid import Grid
-from mpu.launch import Launch
-from training.checkpoint import save
-from training.checkpoint.pieces import whole
-
-root = Path(sys.argv[1])
-torch.set_num_threads(1)
-os.environ["MASTER_ADDR"] = "127.0.0.1"
-
-def rank(me, at, bad, phase):
-    grid = Grid(2, launch=Launch(me, 2))
-    store = dist.FileStore(str(at) + ".store", 2)
-    grid.connect(torch.device("cpu"), store, timedelta(seconds=60))
-    for step in (1, 2):
-        def hook(now):
-            if (step, me, now) == (2, bad, phase):
-                os.kill(os.getpid(), signal.SIGKILL)
-        tensors = [whole(f"{n}{me}", torch.full((5, 3), float(step))) for n in ("a", "b")]
-        save(at, step=step, pieces=tensors, state={}, grid=grid, hook=hook)
-
-for bad, phase in [(1, "start"), (0, "piece"), (1, "piece"), (0, "manifest"), (0, "renamed")]:
-    children = []
-    for me in range(2):
-        children.append(os.fork())
-        if children[-1] == 0:
-            try:
-                rank(me, root / f"{bad}-{phase}", bad, phase)
-                os._exit(0)
-            except CommunicationError:
-                os._exit(7)
-    print(bad, phase, *(os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children))
-"""
-
-
-def test_kill_9_of_one_rank_of_two(tmp_path: Path, python: Any) -> None:
-    """The other rank learns it from the closed connection, and no half of a checkpoint is found."""
-    done = python(KILL_A_RANK, str(tmp_path))
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 5, done.stderr
-    for bad, phase, *codes in lines:
-        assert codes[int(bad)] == "-9" and codes[1 - int(bad)] == "7", (bad, phase, codes)
-        pieces = [whole(f"{n}{r}", torch.zeros(5, 3)) for n in ("a", "b") for r in (0, 1)]
-        found = find_latest(tmp_path / f"{bad}-{phase}", Grid(), pieces=pieces)
-        assert found is not None and found.step == (2 if phase == "renamed" else 1)
-        load(found, pieces, Grid())
-        assert {v for p in pieces for v in p.tensor.flatten().tolist()} == {float(found.step)}

@@ -15,7 +15,7 @@ from mpu.param import unique_parameters
 from training.checkpoint import NamedPiece, parameter_pieces, state_pieces
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.manifest import intersection, merge_index, volume
-from training.checkpoint.pieces import into_files, share, whole
+from training.checkpoint.pieces import into_files, whole
 
 CONFIG = LlamaConfig(250, 64, 96, 2, 8, 4, make_vocab_size_divisible_by=16, tied=False)
 
@@ -37,33 +37,6 @@ def pieces_of(
         moments.append((name, "exp_avg", low, torch.empty(high - low, device="meta")))
     holders = Axis("dp_cp_replicate") if sharded else grid.dp_cp
     return pieces + state_pieces(moments, params, names, lambda param: holders), model
-
-
-def rows(pieces: list[NamedPiece]) -> list[list]:
-    return [
-        [p.name, "F32", list(p.shape), "f", p.key, list(p.starts), list(p.sizes)] for p in pieces
-    ]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize(
-    ("world", "tp", "cp"), [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 4, 1), (8, 2, 1), (8, 2, 2)]
-)
-def test_what_is_written_tiles_every_tensor_once(
-    world: int, tp: int, cp: int, sharded: bool
-) -> None:
-    written, bytes_of_rank = [], []
-    for rank in range(world):
-        mine = share(pieces_of(world, tp, cp, rank, sharded)[0])
-        written.append(rows(mine))
-        bytes_of_rank.append(sum(p.nbytes for p in mine))
-    index = merge_index(written)
-    one, model = pieces_of(1, 1, 1, 0)
-    assert {p.name: list(p.shape) for p in one} == {n: e["shape"] for n, e in index.items()}
-    total = sum(p.nbytes for p in one)
-    assert sum(bytes_of_rank) == total
-    assert max(bytes_of_rank) < 1.7 * total / world  # nobody writes for all the others
-    assert volume(index["model.embed_tokens.weight"]["shape"]) == 250 * 64  # without padding
 
 
 def test_padding_is_no_part_of_a_piece() -> None:

@@ -5,88 +5,18 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
-from model.llama import Llama, LlamaConfig, hf_config, hf_names
-from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.param import draw_normal, unique_parameters
-from tests.sampling import sampled
 from training.checkpoint import (
     NamedPiece,
     check_writable,
     find_latest,
     load,
-    parameter_pieces,
     save,
-    state_pieces,
 )
 from training.checkpoint.pieces import whole
-
-CONFIG = LlamaConfig(250, 64, 96, 2, 8, 4, make_vocab_size_divisible_by=16)
-
-
-def model_and_state(grid: Grid, seed: int, dtype: torch.dtype) -> list[NamedPiece]:
-    """Draw weights, moments and masters that are the same in every layout, and list them."""
-    model = Llama(CONFIG, LayerContext(grid, dtype=dtype)).initialize(seed)
-    params, names, state = list(unique_parameters(model)), hf_names(model), []
-    for i, kind in enumerate(("master", "exp_avg", "exp_avg_sq")):
-        for name, p in params:
-            t = torch.nn.Parameter(torch.empty(p.shape), requires_grad=False)
-            t.placement = p.placement  # type: ignore[attr-defined]
-            draw_normal(t, names[name], 1.0, seed + 100 * (i + 1))
-            state.append((name, kind, 0, t.data.flatten()))
-    with torch.no_grad():
-        for name, p in params:
-            if p.dim() == 1:
-                draw_normal(p, names[name], 1.0, seed)
-    pieces = parameter_pieces(params, names, grid)
-    return pieces + state_pieces(state, params, names, lambda param: grid.dp_cp)
-
-
-def save_in(comm: Any, root: str, tp: int, dtype: torch.dtype) -> list[str]:
-    grid = comm.grid(tp)
-    path = save(
-        root,
-        step=7,
-        pieces=model_and_state(grid, 1, dtype),
-        state={"hf_config": hf_config(CONFIG), "consumed_samples": 56, "lr": 0.1},
-        grid=grid,
-        file_bytes=200_000,  # several files a rank
-    )
-    return sorted(p.name for p in path.iterdir())
-
-
-def load_in(comm: Any, root: str, tp: int, dtype: torch.dtype) -> tuple[int, float]:
-    """Fill zeros and compare with what was drawn for this layout; any bit counts."""
-    grid = comm.grid(tp)
-    wanted = model_and_state(grid, 1, dtype)
-    blank = [
-        NamedPiece(p.name, p.shape, p.starts, p.sizes, torch.full_like(p.tensor, float("nan")))
-        for p in wanted
-    ]
-    checkpoint = find_latest(root, grid, pieces=blank, expect=hf_config(CONFIG))
-    load(checkpoint, blank, grid)
-    for p, q in zip(wanted, blank, strict=True):
-        assert torch.equal(p.tensor.view(torch.uint8), q.tensor.view(torch.uint8)), p.name
-    return checkpoint.step, checkpoint.state["lr"]
-
-
-@pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float32, torch.float64], 3))
-@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 2), (2, 1)])
-def test_the_same_layout_gives_the_same_bits(
-    world: Any, tmp_path: Path, size: int, tp: int, dtype: torch.dtype
-) -> None:
-    root = str(tmp_path / "new" / "run")
-    names = world(size).run(save_in, root, tp, dtype)
-    assert all(n == names[0] for n in names)
-    assert {n[:10] for n in names[0] if n.startswith("rank")} == {
-        f"rank_{r:05d}" for r in range(size)
-    }
-    assert world(size).run(load_in, root, tp, dtype) == [(7, 0.1)] * size
 
 
 def test_what_stands_on_the_disk(tmp_path: Path) -> None:

@@ -175,18 +175,3 @@ def test_what_appears_meanwhile_is_not_replaced(
             assert target.readlink() == saved.directory and (target / "manifest.json").is_file()
         else:
             assert (target if there == "file" else target / there).read_text() == "kept"
-
-
-def test_a_save_replaces_no_folder_that_appeared(saved: Checkpoint, tmp_path: Path) -> None:
-    root, step = tmp_path / "new", tmp_path / "new" / "step_00000006"
-
-    def appears(phase: str) -> None:
-        if phase == "manifest":
-            step.mkdir()
-            (step / "notes.txt").write_text("kept")
-
-    for hook in (appears, lambda phase: None):
-        with pytest.raises(SaveError, match="and is not replaced: .*step_00000006"):
-            save(root, step=6, pieces=[], state={}, grid=Grid(), hook=hook)
-        assert (step / "notes.txt").read_text() == "kept"
-        assert sorted(os.listdir(root)) == ["step_00000006"]

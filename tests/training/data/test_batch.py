@@ -47,21 +47,6 @@ def test_rules_against_a_walk():
     assert batch.loss_mask.dtype == torch.float32
 
 
-@pytest.mark.parametrize("flag", [None, *FLAGS])
-def test_each_flag_alone(flag):
-    rows = np.array([[1, EOD, 2, 3, EOD]])
-    batch = make_batch(rows, DocumentRules(EOD, **{flag: True} if flag else {}), 0)
-    ends = batch.packed_seq_params and batch.packed_seq_params.cu_seqlens
-    fields = {
-        "reset_position_ids": (batch.position_ids, [[0, 1, 0, 1]]),
-        "reset_attention_mask": (ends, [0, 2, 4]),
-        "eod_mask_loss": (batch.loss_mask, [[1, 0, 1, 1]]),
-    }
-    for name, (value, expected) in fields.items():
-        assert (value is None) if name != flag else (value.tolist() == expected)
-    assert batch.token_count == (3 if flag == "eod_mask_loss" else 4)
-
-
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_rule_needs_an_eod(flag):
     with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} needs an end-of-document"):

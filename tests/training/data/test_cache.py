@@ -143,18 +143,3 @@ def test_a_link_in_a_shared_cache_reaches_no_other_file(tmp_path):
     with replacing(str(tmp_path / "file")) as file:
         file.write(b"new")
     assert victim.read_text() == "precious" and (tmp_path / "file").read_bytes() == b"new"
-
-
-def test_pipes_in_a_shared_cache_hang_nobody(tmp_path):
-    path, lock = names(tmp_path)
-    path.unlink()
-    os.mkfifo(path)
-    assert np.array_equal(IndexCache(str(tmp_path)).get({"a": 1}, 100, lambda: ARRAY), ARRAY)
-    assert np.array_equal(IndexCache(str(tmp_path)).get({"a": 1}, 100, fail), ARRAY)
-    path.unlink()
-    lock.unlink()
-    os.mkfifo(lock)
-    said = []
-    cache = IndexCache(str(tmp_path), said.append)
-    assert np.array_equal(cache.get({"a": 1}, 100, lambda: ARRAY), ARRAY)
-    assert len(said) == 1 and "not a plain file" in said[0]

@@ -120,42 +120,6 @@ def test_what_is_spelt_is_read(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_links(tmp_path, monkeypatch):
-    """Followed, each file once; circles of links, which made a pattern take hours, end."""
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path, "F/a.jsonl", "F/b/c.jsonl", "disk/d.jsonl", "disk/deep/e.jsonl", "disk/no.md")
-    os.link("F/a.jsonl", "F/hard.jsonl")
-    for link, to in {
-        "F/soft.jsonl": "a.jsonl",
-        "F/.soft.jsonl": "a.jsonl",
-        "F/disk": "../disk",
-        "F/disk2": "../disk",
-        "F/b/up": "..",
-        "F/b/top": "../..",
-        "disk/deep/round": "../../F",
-        "F/self": "self",
-        "F/gone": "/nowhere",
-    }.items():
-        os.symlink(to, link)
-    right = ["F/a.jsonl", "F/b/c.jsonl", "F/b/top/disk/d.jsonl", "F/b/top/disk/deep/e.jsonl"]
-    for name in ("F", "F/**/*", "F/*"):
-        files, kinds = found(name)
-        assert [os.path.realpath(file) for file in files] == [
-            os.path.realpath(name) for name in right
-        ]
-        assert set(kinds) == {"found again", "behind a broken link", ".md"}
-        assert kinds["behind a broken link"] == (2, "F/gone") and kinds[".md"][0] == 1
-    files, kinds = found("F/**/*.jsonl")
-    assert {os.path.realpath(f) for f in files} == {os.path.realpath(f) for f in right}
-    assert len(files) == 4 and kinds["behind a broken link"] == (2, "F/gone")
-    os.makedirs("D")
-    os.symlink("nowhere.jsonl", "D/d.jsonl")
-    with pytest.raises(
-        ValueError, match="D/d.jsonl: cannot be read .a link to nowhere.jsonl, which"
-    ):
-        stat_files(find_files(["D"]))
-
-
 def reachable(folder: str) -> set[str]:
     """Return the files of text below a folder that no hidden name leads to, by another way."""
     files, folders, new = set(), set(), {os.path.realpath(folder)}

@@ -77,21 +77,3 @@ def test_tensor_parallel_ranks_share_their_rows(capsys, monkeypatch, data):
 def test_what_matters_changes_it(capsys, monkeypatch, data, change):
     serial = read(capsys, monkeypatch, flags(data), steps=3)
     assert not set(serial) & set(read(capsys, monkeypatch, flags(data, *change), steps=3))
-
-
-def test_rows_name_documents(capsys, monkeypatch, data):
-    found = read(capsys, monkeypatch, flags(data), steps=1, rows=["--rows"])
-    assert len(found) == 9
-    for i, line in enumerate(found[1:]):
-        words = line.split()
-        assert words[::2] == ["sample", "dataset", "document", "offset"]
-        assert int(words[1]) == i and int(words[3]) in (0, 1)
-        assert int(words[7]) <= int(words[5]) % 37  # the offset lies in the document
-
-
-def test_what_a_user_is_told(capsys, monkeypatch, data):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert main(["--first-step", "0", "--", *flags(data)]) == 2
-    assert "--first-step counts from 1" in capsys.readouterr().err
-    assert main(["--", *flags(data, "--data-path", data[0] + "x")]) == 2
-    assert "ax: there is no file" in capsys.readouterr().err

@@ -11,21 +11,16 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
-import pretrain_llama
-from forecast.traffic import traffic
 from tests.training.small_llama import SMALL, read
 from training.data.batch import DocumentRules, make_batch
 from training.data.build import build_datasets, build_loaders
 from training.data.bytes_per_token import TextBytes
 from training.data.dataset import DataError
 from training.data.indexed import IndexedTokens, IndexedWriter
-from training.data.loss_mask import SUFFIX, is_masked
+from training.data.loss_mask import SUFFIX
 from training.data.made_with import record_of
 from training.data.tokenizer import NullTokenizer, build_tokenizer
-from training.run.model_profile import grid_of
-from training.run.warm_up import batches_of_zeros
 from training.settings.config import UsageError
 
 TOKENIZER, EOD, FIRST = NullTokenizer(200), 199, 100  # ids from FIRST on count
@@ -286,49 +281,6 @@ def test_a_mask_that_is_written_to_during_a_run_is_an_error():
     dataset.sample(0)
     with pytest.raises(DataError, match=r"a\.loss_mask\.bin was changed while it was read"):
         dataset.loss_mask(0)
-
-
-def test_data_in_which_no_token_counts():
-    write("none", 4, marks=lambda tokens: tokens < 0)
-    said = []
-    sentence = "the train documents of none have no token that none.loss_mask counts in the loss"
-    with pytest.raises(ValueError, match=f"{sentence}, so no token would be trained on"):
-        data_of("--data-path none --split 1")
-    data_of("--data-path 0.5 none 0.5 a --split 1", said.append)
-    assert any("none have no token that none.loss_mask counts" in line for line in said)
-    said.clear()
-    found = data_of("--train-data-path a --valid-data-path none", said.append)
-    assert found["valid"] is None and any("none have no token" in line for line in said)
-
-
-@pytest.mark.parametrize("more", ["", "--eod-mask-loss"])
-def test_a_global_batch_in_which_no_token_counts_is_told(more):
-    write("few", 5, marks=lambda tokens: (np.arange(len(tokens)) == 3) & (len(tokens) > 36))
-    said = []
-    config = read(f"--data-path few --split 1 --global-batch-size 2 {more}", base=BASE)
-    loader = build_loaders(config, TOKENIZER, 0, 1, said.append).train
-    for step in range(30):
-        loader.next_global_batch(2 * step, 2)
-    who = "--eod-mask-loss and the loss mask leave" if more else "the loss mask leaves"
-    assert any(f"data: {who} no token of samples 0 to 1 in the loss" in line for line in said)
-
-
-def test_a_dry_run_and_a_warm_up_know_masks_by_their_names():
-    stages("plain", "0.5 b 0.5 plain")
-    for words, wanted in (
-        ("--data-path 1 plain 2 a", True),
-        ("--train-data-path a --valid-data-path plain", True),
-        ("--train-data-path plain --valid-data-path a", False),
-        ("--data-stages stages.json", True),
-        ("--mock-data", False),
-        ("--mock-data --eod-mask-loss", True),
-    ):
-        config = read(f"{words} --context-parallel-size 2", 2, base=BASE)
-        assert is_masked(config) == wanted, words
-        (batch, *_) = batches_of_zeros(config, grid_of(config, 0), torch.device("cpu"))
-        assert (batch.loss_mask is not None) == wanted
-    rows = traffic(config, pretrain_llama)
-    assert any(row.who == "token count" for row in rows)
 
 
 def test_a_mask_is_no_data():

@@ -54,13 +54,9 @@ def said(path, flag="--data-path", tokenizer="HuggingFaceTokenizer"):
     "path, what",
     [
         ("a.jsonl", "it is text"),
-        ("./b.json", "it is text"),
         ("d.jsonl.gz", "it is text"),
-        ("e.txt", "it is text"),
         ("my texts", "it is text"),
-        ("my texts/", "it is text"),
         ("my texts/deep/c", "my texts/deep/c.jsonl is text"),
-        ("*.jsonl", "it is text"),
     ],
 )
 def test_the_command_makes_what_is_to_be_named(path, what):

@@ -30,8 +30,9 @@ def places():
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"", b"\n\n \n"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("size", [1, 7, 19, 20, 21, 1000])
+@pytest.mark.parametrize(
+    "name, size", [("a.jsonl", 1), ("a.jsonl", 19), ("a.jsonl", 20), ("a.jsonl.gz", 7)]
+)
 def test_every_cut_reads_the_same_documents(tmp_path, name, ending, size):
     path = write(tmp_path / name, jsonl(ending))
     parts = cut_files([path, path], False, size)
@@ -52,7 +53,7 @@ def test_text_whole_or_by_lines(tmp_path, name):
     assert lines == ["eins", "zwei", "drei ☃"]
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("size", [5])
 @pytest.mark.parametrize(
     ("bad", "why"),
     [

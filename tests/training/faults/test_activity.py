@@ -59,29 +59,6 @@ def test_long_work_is_told_at_growing_intervals_and_quick_work_is_not(
         assert after >= before + min(before, 300) and after < before + min(before, 300) + 20
 
 
-def test_many_short_things_are_told_by_the_length_of_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """None of them lasts for five seconds, by a clock that is set by hand."""
-    clock, told = [0.0], list[str]()
-    monkeypatch.undo()
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    first, second = (Activity(Launch(rank, 2, rank, 2), told.append) for rank in (0, 1))
-    for i in range(50):
-        for activity in (first, second):
-            activity.what = f"step {i}"
-        clock[0] += 1.0
-        first._look()
-        second._look()
-        clock[0] += 1.0
-    pattern = r"\[rank 0\] step (\d+)(, at .*)?: (\d+) s since the start"
-    lines = [re.fullmatch(pattern, line) for line in told]
-    assert [(int(line[1]), int(line[3])) for line in lines if line] == [
-        (2, 5), (5, 11), (11, 23), (23, 47), (47, 95),
-    ]  # fmt: skip
-    assert len(told) == 5
-
-
 def test_no_line_comes_once_the_start_is_over() -> None:
     told: list[str] = []
     with Activity(tell=told.append) as activity:
@@ -89,29 +66,6 @@ def test_no_line_comes_once_the_start_is_over() -> None:
         with activity.doing("reading"):
             time.sleep(0.3)
     assert not told
-
-
-def test_parts_are_told_in_place_of_the_whole_and_threads_may_end_in_any_order() -> None:
-    told: list[str] = []
-    first, second = threading.Event(), threading.Event()
-    with Activity(tell=told.append) as activity:
-        activity.what = "step"
-
-        def part(name: str, end: threading.Event) -> None:
-            with activity.doing(name):
-                end.wait(20)
-
-        threads = [threading.Thread(target=part, args=a) for a in (("one", first), ("two", second))]
-        for number, thread in enumerate(threads):
-            thread.start()
-            until(lambda: activity.what == ("one", "two")[number])  # noqa: B023
-        until(lambda: any(line.startswith("two") for line in told))
-        first.set()
-        threads[0].join()
-        assert activity.what == "two"
-        second.set()
-        threads[1].join()
-        assert activity.what == "step"
 
 
 def test_of_several_ranks_on_a_host_one_tells_that_rank_0_does_not_come(

@@ -5,8 +5,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,35 +92,6 @@ def test_garbage_is_sent_away(two: Two, noise: bytes) -> None:
         except ConnectionError:
             pass  # sent away while it talks
     two.check()
-
-
-@pytest.mark.prove
-def test_two_thousand_connections_at_a_limit_of_1024(two: Two) -> None:
-    """The callers hold them in a process of their own, since this one holds the limit."""
-    code = f"""
-import resource, socket, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-held = []
-for _ in range(2000):
-    try:
-        held.append(socket.create_connection(("127.0.0.1", {two.port}), timeout=0.2))
-    except OSError:
-        pass
-print("connected", flush=True)
-sys.stdin.read()
-"""
-    before, (_, hard) = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as callers:
-        assert callers.stdout.readline() == b"connected\n"
-        assert descriptors() - before < coordinator.SPARE + 20
-        two.check()
-        callers.stdin.close()
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_no_descriptors_left(two: Two) -> None:

@@ -281,22 +281,6 @@ def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     assert late.first.rank == 1
 
 
-@pytest.mark.parametrize(
-    "noise",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\x00" * 100, b'["a"]\n', b"x" * 100_000]
-    + [b'{"rank": 1, "token": "guessed", "failed": "ha", "wait": 0}\n', b'{"failed": "x"}\n', b""],
-)
-def test_strangers_at_the_port_change_nothing(ranks: Callable[..., Ranks], noise: bytes) -> None:
-    two = ranks(2)
-    port = two.monitors[0]._coordinator.port
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as caller:
-        caller.sendall(noise)
-        time.sleep(0.2)
-    assert two.monitors[0]._coordinator.is_alive() and two.monitors[0]._coordinator.decided is None
-    two.bye()
-    assert not two.monitors[0]._coordinator.is_alive()
-
-
 def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[..., Ranks]) -> None:
     assert ranks(2).monitors[0]._coordinator.listener.getsockname()[0] == "127.0.0.1"
 

@@ -20,13 +20,9 @@ def read(more: str, world: int):
 
 MISTAKES = [  # flags, ranks, what the sentence holds
     (f"{CP} 5", 5, "--seq-length 48 is not a multiple of --context-parallel-size 5"),
-    (f"{CP} 2", 3, "WORLD_SIZE 3 is not a multiple of --tensor-model-parallel-size 1 x --context"),
     (f"{CP} 16 {TP}", 32, "--context-parallel-size 16 x --tensor-model-parallel-size 2 = 32"),
     (f"{CP} 2 --cp-comm-type allgather", 2, "--cp-comm-type allgather: must be one of p2p, all_"),
-    (f"{CP} 2 --cp-comm-type p2p a2a", 2, "--cp-comm-type p2p a2a: must be one value"),
-    (f"{CP} 4 --cp-comm-type a2a+p2p", 4, "a2a+p2p: must be one of p2p, all_gather, a2a; use p2p"),
     (f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4, "nothing takes its place; use --cp-c"),
-    (f"{CP} 3 --cp-comm-type a2a", 3, "--num-attention-heads 8 is not a multiple of --context-par"),
     (f"{CP} 6 --cp-comm-type a2a", 6, "over which --cp-comm-type a2a cuts them"),
     (f"{CP} 3 --num-query-groups 2 --num-attention-heads 6 --cp-comm-type a2a --hidden-size 60", 3,
      "--num-query-groups 2 = 2 and --context-parallel-size 3: --cp-comm-type a2a needs the one"),

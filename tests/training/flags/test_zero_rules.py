@@ -25,27 +25,21 @@ MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--zero-stage 0 --use-distributed-optimizer", 4, "the latter is --zero-stage 1"),
     (EACH, 4, f"{EACH} needs --zero-stage 2 or 3: at --zero-stage 0 unsharded gradients stay"),
-    (f"{EACH} --use-distributed-optimizer", 4, "at --zero-stage 1 unsharded gradients stay"),
     (
         f"{EACH} --zero-stage 2 --pipeline-model-parallel-size 2",
         4,
         f"{EACH} needs --pipeline-model-parallel-size 1, not 2",
     ),
     (f"{INSTANCES} 3 --zero-stage 1", 4, f"{INSTANCES} 3 does not divide the 4 data-parallel"),
-    (f"{INSTANCES} 4 --zero-stage 1 --tensor-model-parallel-size 2", 4, "4 does not divide the 2"),
     (f"{INSTANCES} 2", 4, f"{INSTANCES} 2 needs --use-distributed-optimizer or --zero-stage"),
-    (f"{INSTANCES} 2 --zero-stage 0", 4, "at --zero-stage 0 every rank has all"),
     ("--grad-reduce-in-bf16 --fp64", 4, "--grad-reduce-in-bf16 and --fp64 exclude each other"),
-    ("--main-grads-dtype fp32 --fp64", 4, "--main-grads-dtype and --fp64 exclude each other"),
     ("--main-grads-dtype bf16 --zero-stage 2", 4, "--main-grads-dtype bf16 needs --bf16"),
-    ("--main-grads-dtype bf16 --bf16", 4, "at --zero-stage 0 there is no owner to keep the sums"),
     (
         "--main-grads-dtype bf16 --bf16 --zero-stage 1 --accumulate-allreduce-grads-in-fp32",
         4,
         "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 contradict",
     ),
     ("--optimizer-backend apex --device cpu", 1, "--optimizer-backend apex needs --device cuda"),
-    ("--optimizer-backend te --device cpu", 1, "--optimizer-backend te needs --device cuda"),
     ("--optimizer-backend te --fp64", 1, "--optimizer-backend te has no fp64"),
     (
         "--optimizer-backend apex --optimizer-cpu-offload",
@@ -97,16 +91,6 @@ def test_what_goes_together_says_nothing(more):
 NOTES = [
     # more flags, world size, the line
     (
-        "--overlap-param-gather",
-        2,
-        "--overlap-param-gather has no effect at --zero-stage 0: every rank updates all weights",
-    ),
-    (
-        "--ddp-bucket-size 1000 --zero-stage 3 --overlap-param-gather",
-        2,
-        "--ddp-bucket-size has no effect at --zero-stage 3: a bucket is a transformer block",
-    ),
-    (
         "--zero-stage 3",
         2,
         "--zero-stage 3 without --overlap-param-gather: every block waits for its weights",
@@ -133,16 +117,6 @@ NOTES = [
         f"--zero-stage 2 {EACH}",
         2,
         f"{EACH} has no effect: a step has one micro-batch",
-    ),
-    (
-        f"--zero-stage 2 {INSTANCES} 4",
-        4,
-        f"{INSTANCES} 4 leaves groups of one rank: --zero-stage 2 shards nothing",
-    ),
-    (
-        "--zero-stage 1",
-        1,
-        "--zero-stage has no effect: there is one data-parallel rank",
     ),
     (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "

@@ -38,15 +38,10 @@ DOCS = "--reset-attention-mask"
     "flags, card, installed, active, words",
     [
         ("", H100, ("FA3",), [], "cuDNN (--attention-backend auto on compute capability 9.0"),
-        (DOCS, H100, (), [], "FlashAttention 2 (--attention-backend auto"),
         (DOCS, H100, ("FA3",), ["FA3"], "FlashAttention 3 (--attention-backend auto"),
-        ("--attention-backend flash", H100, ("FA3",), ["FA3"], "FlashAttention 3 (--attention"),
         ("--attention-backend flash --flash-attention-version 2", H100, ("FA3",), [], "tion 2 ("),
-        (f"{DOCS} --deterministic-mode", H100, ("FA3",), [], "FlashAttention 2 ("),
         (DOCS, Card("cuda", 8, 0, 91900), ("FA3",), [], "FlashAttention 2 ("),
-        ("--attention-backend fused", H100, ("FA3",), [], "cuDNN (--attention-backend fused"),
         ("--attention-backend unfused", H100, (), [], "matrix products (--attention-backend unf"),
-        ("--attention-backend fused", Card(), (), [], "attention: blocks of csrc/attention.h or"),
     ],
 )
 def test_a_run_says_which_attention_runs(monkeypatch, flags, card, installed, active, words):

@@ -45,12 +45,11 @@ def test_narrow_matmuls_are_summed_in_fp32(settings):
 
 
 @pytest.mark.parametrize("way, told", [
-    ("pass", False), ("b.fp32_precision = 'tf32'", True),
-    ("b.cudnn.fp32_precision = 'tf32'", True), ("b.cuda.matmul.fp32_precision = 'tf32'", True),
-    ("b.cuda.matmul.allow_tf32 = True", True), ("b.cudnn.conv.fp32_precision = 'tf32'", False),
-    ("b.cudnn.rnn.fp32_precision = 'tf32'", False), ("b.mkldnn.fp32_precision = 'bf16'", True),
+    ("pass", False),
+    ("b.cudnn.fp32_precision = 'tf32'", True),
+    ("b.cuda.matmul.allow_tf32 = True", True),
+    ("b.cudnn.rnn.fp32_precision = 'tf32'", False),
     ("b.mkldnn.matmul.fp32_precision = 'bf16'", True),
-    ("b.mkldnn.conv.fp32_precision = 'bf16'", False),
     ("torch.set_float32_matmul_precision('medium')", True),
 ])  # fmt: skip
 def test_fp32_is_fp32_unless_a_flag_says_otherwise(settings, monkeypatch, way, told):

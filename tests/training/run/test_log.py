@@ -4,15 +4,11 @@
 import json
 import math
 import os
-import pty
 import re
-import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ from training.run.log import Log
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops
 from training.run.step import Step
-from training.run.text import short, step_line
+from training.run.text import step_line
 
 OFF = {
     "log_interval": 1,
@@ -154,13 +150,6 @@ def test_the_line_has_the_mean_of_its_steps_and_the_files_have_each(tmp_path, ca
     assert re.fullmatch(said, lines[4])
 
 
-def test_a_number_near_a_power_of_ten_has_as_many_digits_as_others():
-    values = (0.012, 0.994, 0.9999, 1.23, 9.996, 99.96, 123.4, 999.6, 12345.0, 1.2e6, -0.5)
-    assert " ".join(map(short, values)) == (
-        "0.012 0.99 1.00 1.23 10.0 100 123 1,000 12,345 1.2e+06 -0.50"
-    )
-
-
 def test_a_run_that_has_nothing_to_do_says_so(capsys):
     with make(total=4, start_iteration=4) as log:
         log.finished(3)
@@ -283,31 +272,6 @@ def test_no_standard_output_at_all(monkeypatch):
     flush()
 
 
-def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monkeypatch):
-    """No file may grow over a limit: its thread fails in the middle of the run, without a trace."""
-    traces = list[Any]()
-    monkeypatch.setattr(threading, "excepthook", traces.append)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with make(tensorboard_dir=str(tmp_path), total=2000) as log:
-        writer = log.out.tensorboard.file_writer.event_writer._async_writer
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 10, hard))
-            for iteration in range(1, 2000):
-                step(log, iteration)
-                if log.out.tensorboard is None:
-                    break
-                writer._byte_queue.join()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    out = capsys.readouterr().out
-    assert (
-        out.count(f"--tensorboard-dir {tmp_path}: File too large; nothing more is written to it")
-        == 1
-    )
-    assert iteration < 1999 and f"{iteration:>4}/2000 " in out
-    assert not traces
-
-
 def test_an_error_of_wandb_ends_wandb(monkeypatch, capsys):
     def broken(*given, **named):
         raise RuntimeError("no network")
@@ -375,40 +339,6 @@ def test_tensorboard_missing_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="--tensorboard-dir .* tensorboard is not installed"):
         make(tensorboard_dir=str(tmp_path))
-
-
-ON_A_TERMINAL = """
-from types import SimpleNamespace
-import torch
-from training.run.log import Log
-config = SimpleNamespace(**{config!r})
-log = Log(config, rank=0, world_size=1, flops_per_token=1e6, dtype=torch.float32, device="cpu",
-          total_iterations=3)
-for i in (1, 2, 3):
-    log.step(
-        iteration=i, consumed_samples=i, samples=1, tokens=8, seconds=0.5, loss=1 / 3, grad_norm=1,
-        lr=1,
-    )
-log.close()
-"""
-
-
-@pytest.mark.prove
-def test_terminal_has_a_live_bar_and_gets_its_cursor_back():
-    main, side = pty.openpty()
-    command = [sys.executable, "-c", ON_A_TERMINAL.replace("{config!r}", repr(OFF))]
-    with subprocess.Popen(command, stdout=side, cwd=Path(__file__).parents[3]) as child:
-        os.close(side)
-        seen = b""
-        try:
-            while chunk := os.read(main, 4096):
-                seen += chunk
-        except OSError:  # the terminal is gone: the child has ended
-            pass
-        assert child.wait() == 0
-    os.close(main)
-    assert b"3/3" in seen and b"loss 0.3333" in seen
-    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l") >= 0
 
 
 def test_cpu_peak_is_measured_and_says_so():

@@ -15,7 +15,7 @@ from mpu.launch import Launch, Rendezvous
 from tests.sampling import sampled
 from training.faults import activity as slow_start
 from training.faults.activity import Activity
-from training.faults.store import late_ranks, place_of, spans
+from training.faults.store import late_ranks, place_of
 from training.run import process, rendezvous
 from training.run.rendezvous import RendezvousError, meet
 from training.settings.config import UsageError
@@ -195,12 +195,6 @@ def test_late_ranks_are_named_with_their_nodes_where_these_are_known():
     assert late_ranks([9], Kept({"here/8": b""}), launch) == "rank 9 (node 1, counted from 0)"
 
 
-def test_ranks_are_counted_in_spans():
-    assert [spans(r) for r in ([3], [1, 3], [0, 1], [2, 3, 4], [0, 2, 4, 6, 8, 9])] == [
-        "rank 3", "ranks 1 and 3", "ranks 0 and 1", "ranks 2 to 4", "ranks 0, 2, 4 and 3 more",
-    ]  # fmt: skip
-
-
 def test_a_rank_0_that_never_came_is_named(start):
     error = start(2).run({1: impatient})[1]
     assert isinstance(error, RendezvousError) and not error.reported
@@ -261,35 +255,6 @@ def test_a_store_that_ends_as_it_is_found_is_looked_for_again(free_port):
     assert results[1].get("a") == b"b" and results[1].timeout == LONG
 
 
-@pytest.mark.prove
-def test_a_store_that_ends_as_it_is_found_and_does_not_come_back_is_no_other_program(free_port):
-    server = socket.create_server(("127.0.0.1", 0))
-    start, results = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2), {}
-    brief = lambda launch: meet(timedelta(seconds=2), launch)  # noqa: E731
-    thread = threading.Thread(target=lambda: results.update(start.run({1: brief})), daemon=True)
-    thread.start()
-    server.accept()[0].close()
-    server.close()
-    thread.join(LIMIT)
-    text = str(results[1])
-    assert text.startswith("rank 0 did not connect to MASTER_ADDR") and "refused" in text
-
-
-def test_torch_goes_on_connecting_to_a_store_that_ended(monkeypatch):
-    server, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
-
-    def vain(*args):
-        server.close()
-        ended.wait(LIMIT)
-
-    monkeypatch.setattr(rendezvous, "MARGIN", 0.1)
-    monkeypatch.setattr(rendezvous.dist, "TCPStore", vain)
-    start = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2)
-    text = str(start.run({1: lambda launch: meet(timedelta(seconds=0.2), launch)})[1])
-    ended.set()
-    assert text.startswith("rank 0 did not connect to MASTER_ADDR") and "refused" in text
-
-
 def test_what_one_rank_refuses_all_hear(start):
     refusing = lambda launch: meet(LONG, launch, "--lr -1: \x1b[31m")  # noqa: E731
     results = start(3).run({0: coming, 1: refusing, 2: coming})
@@ -321,13 +286,6 @@ def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
     third = three.run(dict.fromkeys(range(3), of_the_third), dict.fromkeys(range(3), 2))
     for error in third.values():
         assert isinstance(error, UsageError) and "lr is 1 on rank 0 and 2 on rank 2" in str(error)
-
-
-def test_agents_may_count_restarts_differently(agent):
-    """One node's agent restarts because of a failure, the other's because it saw a restart."""
-    results = agent(2).run(dict.fromkeys(range(2), coming), {0: 1, 1: 0})
-    results[1].set("x", "y")
-    assert results[0].get("x") == b"y"
 
 
 @pytest.mark.prove

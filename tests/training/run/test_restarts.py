@@ -35,15 +35,10 @@ def error_file(run: Path, attempt: int, rank: int) -> str:
 # was made; the code and the reason for which no attempt follows, or None where one does
 ENDS: list[tuple[list[Any], bool, Any]] = [
     ([(2, "--lr is bad"), (2, "--lr is bad")], False, (2, "--lr is bad")),
-    ([(143, "ended by SIGTERM"), (2, "--lr is bad")], False, (2, "--lr is bad")),
     ([(138, "ended by SIGUSR1"), (138, "ended by SIGUSR1")], False, (138, "ended by SIGUSR1")),
-    ([(130, "ended by SIGINT")], True, (130, "ended by SIGINT")),
     ([(143, "ended by SIGTERM"), None], False, (1, "local rank 1 died and left no message")),
-    ([(1, "KeyError: 'x'"), (1, "rank 0 failed first: KeyError: 'x'")], False, (1, "rank 0 fail")),
     ([(1, DIED), None], False, (1, DIED)),
-    ([(1, DIED), None], True, None),
     ([(143, "ended by SIGTERM"), None], True, None),
-    ([None, None], True, None),
 ]  # fmt: skip
 
 

@@ -66,10 +66,7 @@ def test_a_token_is_the_likeliest_after_what_came_before(monkeypatch):
 
 LAYOUTS = {
     "tp 2, sp": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "pp 2, interleaved": "--pipeline-model-parallel-size 2 "
-    "--num-virtual-stages-per-pipeline-rank 2",
     "pp 2, zb-v": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v",
-    "cp 2": "--context-parallel-size 2",
     "dp 2, ZeRO 3": "--zero-stage 3 --overlap-param-gather",
 }
 

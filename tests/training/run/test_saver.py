@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,9 @@ import torch
 import pretrain_llama
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
-from tests import saved
 from tests.sampling import sampled
-from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import PLAIN, plain_name, self_digest, step_name
 from training.data.indexed import IndexedWriter, token_dtype
-from training.run import saver
 
 SIZES = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16".split()
 FLAGS = """
@@ -166,68 +161,6 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     assert "step_00000005 is skipped" in capsys.readouterr().out
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Do it in a child that never comes back into the tests."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def wait_for(there: Callable[[], bool]) -> None:
-    for _ in range(1200):
-        if there():
-            return
-        threading.Event().wait(0.05)
-    raise TimeoutError
-
-
-def test_a_second_run_on_the_directory_is_refused(
-    begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver, "PATIENCE", 0.0)
-
-    def hold() -> None:
-        lock = DirectoryLock(begun / "saved")
-        (begun / "held").touch()
-        threading.Event().wait(600)
-        lock.close()
-
-    child = fork(hold)
-    try:
-        wait_for((begun / "held").exists)
-        run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved", code=2)
-        assert f"written by another run: process {child}" in capsys.readouterr().err
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-
-
-def test_in_the_background_the_same_checkpoints(tmp_path: Path) -> None:
-    many = "--train-iters 7 --save-interval 2 --save {tmp}/"
-    plain = run(tmp_path, many + "plain")
-    behind = run(tmp_path, many + "saved --async-save")
-    assert plain == behind and steps(tmp_path) == [2, 4, 6, 7]
-    for step in (2, 4, 6, 7):
-        here = saved.tensors(tmp_path / "saved", step)
-        saved.check_equal(here, saved.tensors(tmp_path / "plain", step))
-    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o700
-
-
-def test_retention(tmp_path: Path, capsys: Any) -> None:
-    more = "--train-iters 7 --save-interval 1 --save {tmp}/saved --load {tmp}/saved"
-    run(tmp_path, more + " --keep-last-k 2 --save-retain-interval 3 --async-save")
-    assert steps(tmp_path) == [3, 6, 7]
-    assert "removed step_00000001" in capsys.readouterr().out
-    run(tmp_path, more.replace(" 7 ", " 8 ") + " --save-retain-interval 4")
-    assert steps(tmp_path) == [8], "Megatron's meaning: no multiple, not the last"
-
-
 def fail_saves(monkeypatch: pytest.MonkeyPatch, which: set[int]) -> list[int]:
     """Let the disk be full for some of the saves, counted from 1."""
     inner, count = writing.write_safetensors, []
@@ -319,17 +252,6 @@ def test_another_batch_ends_after_the_same_samples(tmp_path: Path) -> None:
     assert go(10, "--allow-change batch") == [30, 40]
 
 
-def test_another_corpus_is_seen_through_another_seed(tmp_path: Path, capsys: Any) -> None:
-    a, b = corpus(tmp_path / "a", 1), corpus(tmp_path / "b", 2)
-    flags = [*SIZES, *(f for f in FLAGS if f != "--mock-data"), "--split", "1,0,0"]
-    flags += ["--tokenizer-type", "NullTokenizer", "--train-iters", "2"]
-    assert pretrain_llama.main([*flags, "--data-path", a, "--save", f"{tmp_path}/saved"]) == 0
-    more = ["--load", f"{tmp_path}/saved", "--seed", "7", "--allow-change", "seed"]
-    assert pretrain_llama.main([*flags, *more, "--data-path", b]) == 2
-    assert "other data or another blend" in capsys.readouterr().err
-    assert pretrain_llama.main([*flags, *more, "--data-path", a]) == 0
-
-
 def state_of(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / "saved" / step_name(step) / "state.json").read_text())
 
@@ -388,37 +310,6 @@ def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: 
     put_state(begun, 3, state_of(begun, 3) | state)
     run(begun, "--train-iters 5 --use-checkpoint-args --load {tmp}/saved", code=2, sizes=[])
     assert "--tokenizer-model is missing" in capsys.readouterr().err
-
-
-@pytest.mark.prove
-def test_the_lock_comes_before_the_look(
-    begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who held it was saving: the run must go on from that save, not stumble over it."""
-    run(begun, "--train-iters 5 --save {tmp}/later --load {tmp}/saved")
-
-    def old_ranks() -> None:
-        lock = DirectoryLock(begun / "saved")
-        (begun / "held").touch()
-        wait_for((begun / "waiting").exists)
-        os.rename(begun / "later" / "step_00000005", begun / "saved" / "step_00000005")
-        lock.close()
-
-    def lock(root: Path, note: Callable[[str], None], patience: float) -> DirectoryLock:
-        def tell(line: str) -> None:
-            note(line)
-            (begun / "waiting").touch()
-
-        return DirectoryLock(root, tell, patience)
-
-    child = fork(old_ranks)
-    wait_for((begun / "held").exists)
-    monkeypatch.setattr(saver, "DirectoryLock", lock)
-    losses = run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")
-    assert os.waitpid(child, 0)[1] == 0
-    output = capsys.readouterr().out
-    assert "waiting for it to end" in output and len(losses) == 1
-    assert steps(begun) == [3, 5, 6]
 
 
 @pytest.fixture

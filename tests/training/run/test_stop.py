@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals; ranks agree on stopping and on skipped updates a step late, so that no step waits."""
 
-import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mpu.comm.transport import Axis
-from training.run import stop as stop_module
-from training.run.stop import Agreement, StopSignal, _Flags
+from training.run.stop import Agreement, StopSignal
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = [
     (False, 0.0),
     (True, 0.0),
@@ -40,45 +36,6 @@ def test_every_rank_hears_one_step_later_what_one_rank_said(world):
     heard.append((True, True, True, False))  # of the last step, at the end
     assert world(2).run(answers) == [heard, heard]
     assert Agreement(Axis("world")).ask(True, False, torch.tensor(0.0)) == no
-
-
-def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
-    """The order of calls, with stand-ins for the stream, its event and the collective."""
-    calls = []
-
-    class Stream:
-        def wait_stream(self, other):
-            calls.append(f"stream after {other}")
-
-        def record_event(self):
-            calls.append("event")
-            return self
-
-        def synchronize(self):
-            calls.append("host waits for the event")
-
-    class Reduced:
-        def wait(self):
-            calls.append("stream after the sum")
-
-    @contextlib.contextmanager
-    def on(stream):
-        calls.append("on the stream")
-        yield
-        calls.append("off it")
-
-    empty = torch.empty
-    monkeypatch.setattr(stop_module, "all_reduce", lambda x, axis, async_op, label: (x, Reduced()))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the step")
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kw: empty(*args, **kw))
-    flags = torch.tensor([0.0, 2.0, 1.0])
-    asked = _Flags(flags, Axis("world"), Stream())
-    queued = ["stream after the step", "on the stream", "stream after the sum", "event", "off it"]
-    assert calls == queued
-    flags.fill_(7.0)  # the device may go on with its memory
-    assert asked.read() == (False, True, True, False)
-    assert calls[len(queued) :] == ["host waits for the event"]
 
 
 USR1, TERM, INT, HUP = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP

@@ -12,10 +12,9 @@ from tests.training.flags.test_parse import SMALL, read
 from training.faults.monitor import FailureMonitor
 from training.run.log import Log
 from training.run.start import log_of
-from training.run.step import DONE, Decision, Step, after_step
+from training.run.step import Step
 from training.run.time_left import TimeLeft
 from training.run.watch import Intervals
-from training.run.watch.intervals import evaluations_due, still_due
 
 TOOK = {"step": 2.0, "validation": 300.0, "sample": 50.0, "save": 120.0, "test": 310.0}
 
@@ -93,18 +92,6 @@ def test_the_time_left_counts_validation_samples_and_saves(
         assert said == pytest.approx(true - unmeasured, abs=1), i
 
 
-@pytest.mark.parametrize("every", [0, 1, 3, 7, 20, 50])
-def test_what_is_due_is_what_the_loop_does(every: int) -> None:
-    config = read(f"--eval-interval {every} --sample-interval {max(every, 1)} --split 8,1,1")
-    total, intervals = 20, Intervals(config, 20)
-    decided = [intervals.after_step(Step(i, 8 * i, 8, 1e-3, None)) for i in range(1, total + 1)]
-    for i in range(1, total + 1):
-        left = still_due(config, i, total)
-        assert left["validation"] == sum(each.evaluate for each in decided[i - 1 :])
-        assert left["sample"] == sum(each.sample for each in decided[i - 1 :])
-        assert evaluations_due(config, i - 1, i, total) == decided[i - 1].evaluate
-
-
 def test_a_kind_is_estimated_by_its_last_three_durations() -> None:
     clock = Clock()
     left = TimeLeft(clock)
@@ -113,20 +100,3 @@ def test_a_kind_is_estimated_by_its_last_three_durations() -> None:
         with left.measuring("save"):
             clock.now += seconds
     assert left.seconds(5, {"save": 2, "sample": 3}) == 5 + 2 * 2.0
-
-
-def test_a_watcher_that_is_done_is_asked_no_more() -> None:
-    asked: list[str] = []
-
-    class Watcher:
-        def __init__(self, name: str, decision: Decision) -> None:
-            self.name, self.decision = name, decision
-
-        def after_step(self, step: Step) -> Decision:
-            asked.append(self.name)
-            return self.decision
-
-    watchers: list[Any] = [Watcher("once", DONE), Watcher("always", Decision(save=True))]
-    for i in (1, 2):
-        assert after_step(Step(i, 8 * i, 8, 1e-3, None), watchers) == Decision(save=True)
-    assert asked == ["once", "always", "always"]

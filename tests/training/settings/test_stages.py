@@ -32,7 +32,7 @@ def counted(stages: list[Stage], sizes: list[tuple[int, int]], steps: int):
         samples, tokens = samples + size, tokens + size * length
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_plan_is_counting(seed):
     rng = random.Random(seed)
     starts = [0, *sorted(rng.sample(range(200, 20_000), rng.randrange(4)))]

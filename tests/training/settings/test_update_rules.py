@@ -6,7 +6,6 @@ matrices and leaves the others to AdamW. Both train, save, load on another layou
 the host and counted by the dry run.
 """
 
-import ast
 import json
 import re
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ import pretrain_llama
 from forecast.dry_run import report
 from forecast.recording import HOST, record
 from mpu.grid import Grid
-from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group, Parts
 from mpu.optim.muon import Muon
 from mpu.optim.optimizer import Optimizer
@@ -52,7 +50,6 @@ NEW = {"momentum": lambda config: Momentum(0.9), "normalised": lambda config: No
 # muon goes where normalised goes
 ALL = sampled(["muon", "momentum", "normalised"], 3)
 BASE = dict(tp=1, sp=False, recompute=None, tied=False, m=2, rows=12, lr=1e-2, clip=0.5, dp=2)
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextmanager
@@ -239,26 +236,6 @@ def test_saves_resumes_and_reshards(world, tmp_path, name, saved, loaded):
     assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in mine
 
 
-def on_tp(comm, name: str, root: str) -> list[list[float]]:
-    """Save on two data-parallel ranks, go on on two tensor-parallel ones, and stay, in fp64."""
-    with registered():
-        case = SAVED | dict(optimizer=name, dtype="float64")
-        first = canonical.build(whole_grid(comm, dict(tp=1)), case | dict(tp=1, dp=2, zero=2))
-        canonical.train(first, range(3))
-        canonical.saver_of(first, root).save(3, 3 * 24, must=True)
-        grid = whole_grid(comm, dict(tp=2))
-        second = canonical.build(grid, case | dict(tp=2, dp=1, zero=0), seed=6)
-        canonical.saver_of(second, root).resume.load()
-        return [canonical.train(run, range(3, 6)) for run in (first, second)]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("name", ["momentum", "muon"])
-def test_it_goes_on_over_tp(world, tmp_path, name):
-    for stayed, moved in world(2).run(on_tp, name, str(tmp_path)):
-        assert moved == pytest.approx(stayed, rel=1e-11)
-
-
 def kept(comm, case: dict) -> tuple[dict, dict]:
     """Return what a rank keeps, and what the dry run states for that rank."""
     with registered():
@@ -364,24 +341,3 @@ def test_a_vector_among_whole_matrices_is_refused():
             ValueError, match=r"'matrix' for bias, of shape \[3\], which is not a m"
         ):
             Optimizer(module, sink, Grid(), {"matrix": Group(rule)})
-
-
-def test_no_other_file_knows_the_kinds_of_adamw():
-    """What is saved, offloaded, compared and counted is asked of the rule: these files alone name
-    AdamW's kinds in code, so another optimizer edits none of the others.
-    """
-    found = set()
-    rooms = ("mpu", "model", "training", "tools")
-    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
-    for path in [*paths, ROOT / "pretrain_llama.py"]:
-        text = path.read_text()
-        if not any(kind.name in text for kind in AdamW.kinds):
-            continue
-        tree = ast.parse(text)
-        words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        if {kind.name for kind in AdamW.kinds} & words:
-            found.add(path.relative_to(ROOT).as_posix())
-    assert found == {
-        "mpu/optim/adam.py", "mpu/optim/adam_backends.py",
-        "tools/checkpoints/mcore_state.py",  # Megatron's formats name them
-    }  # fmt: skip

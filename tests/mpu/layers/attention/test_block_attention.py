@@ -54,9 +54,8 @@ def no_turn(s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.ones(s, 1, 1, d // 2, dtype=dtype), torch.zeros(s, 1, 1, d // 2, dtype=dtype)
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, 50])
+@pytest.mark.parametrize("window, groups", [(0, 1), (0, 4), (1, 2), (4, 1), (50, 2)])
 @pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kernel", ["csrc", "torch"])
 def test_documents_give_what_a_dense_mask_gives(monkeypatch, rows, window, groups, kernel):
     if kernel == "torch":
@@ -74,23 +73,6 @@ def test_documents_give_what_a_dense_mask_gives(monkeypatch, rows, window, group
     (want_grad,) = torch.autograd.grad(want, qkv, dy)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     assert (grad - want_grad).abs().max() < 1e-12 * want_grad.abs().max()
-
-
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_narrow_types_lose_no_more_than_rounding(dtype, error):
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, 60, 16, dtype=torch.float64).to(dtype)
-    dy = torch.randn(1, 4, 60, 16, dtype=torch.float64).to(dtype)
-    want_x = x.double().requires_grad_()
-    got_x = x.clone().requires_grad_()
-    rows = [[17, 43]]
-    got = block_attention(*got_x.split([4, 2, 2], 1), pack(rows), 9)
-    want = dense(*want_x.split([4, 2, 2], 1), looks(rows, 9))
-    (grad,) = torch.autograd.grad(got, got_x, dy)
-    (want_grad,) = torch.autograd.grad(want, want_x, dy.double())
-    assert got.dtype == grad.dtype == dtype
-    assert (got.double() - want).norm() < error * want.norm()
-    assert (grad.double() - want_grad).norm() < error * want_grad.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

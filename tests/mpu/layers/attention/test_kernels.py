@@ -17,7 +17,6 @@ from mpu.layers.attention import core
 from mpu.layers.attention.backends import Card
 from mpu.layers.attention.block_attention import products_forward
 from mpu.layers.attention.core import CoreAttention
-from mpu.layers.packed_seq_params import PackedSeqParams
 from tests.mpu.layers.attention.test_block_attention import flash_stand_in, no_turn
 
 H100 = Card("cuda", 9, 0, 91900)
@@ -74,33 +73,6 @@ def noted(monkeypatch):
 def attended(attend: CoreAttention, x: Tensor, **more: Any) -> Tensor:
     turn = no_turn(len(x), 8, torch.float32)
     return attend(x.clone(), *turn, 4, 2, more.pop("packed", None), **more)
-
-
-@pytest.mark.parametrize(
-    "asked, rows, documents",
-    [
-        ("auto", "torch", "flash"),
-        ("flash", "flash", "flash"),
-        ("fused", "cudnn", "!"),
-        ("unfused", "math", "math"),
-        ("local", "math", "math"),
-    ],
-)
-def test_rows_and_documents_go_to_the_kernel_that_is_asked_for(noted, asked, rows, documents):
-    torch.manual_seed(0)
-    x = torch.randn(12, 2, 8 * 8).to(BF16)
-    ours, packed = CoreAttention(), PackedSeqParams.of([5, 7, 12])
-    for want, pack in ((rows, None), (documents, packed)):
-        twin = attended(ours, x, packed=pack)
-        noted.calls.clear()
-        attend = CoreAttention(asked, H100)
-        if want == "!":
-            with pytest.raises(ValueError, match="^--attention-backend fused: cuDNN builds a plan"):
-                attended(attend, x, packed=pack)
-            continue
-        y = attended(attend, x, packed=pack)
-        assert set(noted.calls) == {want}
-        assert (y.double() - twin.double()).norm() < 1e-2 * twin.double().norm()
 
 
 @pytest.mark.parametrize("asked", ["auto", "flash", "fused"])

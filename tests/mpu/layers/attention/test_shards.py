@@ -77,7 +77,7 @@ def check_cover(cp: int, lengths: tuple[int, ...], window: int) -> None:
     assert (count == allowed(lengths, window)).all()
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("count", [150, pytest.param(400, marks=pytest.mark.prove)])
 def test_each_token_has_a_rank_and_each_allowed_pair_a_block(count):
     draw = random.Random(SEED)
     for cp, lengths in lists(count, 1, 2, 3, 5, 8, 13):
@@ -139,14 +139,14 @@ def bound(cp: int, lengths: tuple[int, ...]) -> float:
     return float(max(found) * cp / first[size])
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("count", [50, pytest.param(400, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("cp", [4, 8, 16])
 def test_documents_are_balanced(cp, count):
     """Within 1.25, or the best that can be: of every list. From 3 tokens a rank on 1.05 on average,
     from 8 on all within 1.25.
     """
     draw, found = random.Random(SEED + cp), []
-    fewest = 3 if count >= 2000 else 8  # the mean of a few lists varies
+    fewest = 3 if count >= 400 else 8  # the mean of a few lists varies
     for _ in range(count):
         tokens = draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64])
         lengths = documents(draw, cp, tokens)
@@ -154,13 +154,6 @@ def test_documents_are_balanced(cp, count):
         assert got <= 1.25 or (tokens < 8 and got <= bound(cp, lengths) + 1e-9), lengths
         found += [got] * (tokens >= fewest)
     assert np.mean(found) <= 1.05
-
-
-def test_the_bound_is_one():
-    """No way to hand three tokens of work 3, 2, 1, 3, 2, 1 to two ranks beats 6 and 6."""
-    assert bound(2, (3, 3)) == 1.0
-    assert bound(2, (4,)) == 1.0  # 4 + 1 and 3 + 2
-    assert bound(2, (2,)) == pytest.approx(4 / 3)  # 2 and 1
 
 
 def test_rows_follow_one_another():
@@ -174,18 +167,3 @@ def test_rows_follow_one_another():
         documents_of_rows((5, 6, 5), 2)
     with pytest.raises(ValueError, match="a row of 9 tokens does not divide over 2"):
         shards(2, (5, 4))
-
-
-def test_the_picture_is_what_the_function_returns():
-    lines = (context_shards.__doc__ or "").split("\n")
-    top = next(i for i, line in enumerate(lines) if "queries down" in line)
-    for lengths, columns in (((8,), slice(4, 19)), ((5, 3), slice(42, 57))):
-        rows = [["."] * 8 for _ in range(8)]
-        for rank in range(2):
-            for q, kv, part in context_blocks(rank, 2, lengths):
-                for i, query in enumerate(q):
-                    for j, key in enumerate(kv):
-                        if part == "all" or j <= i:
-                            rows[query][key] = str(rank)
-        want = [" ".join(row) for row in rows]
-        assert [line[columns] for line in lines[top : top + 8]] == want

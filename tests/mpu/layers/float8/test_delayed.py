@@ -64,20 +64,13 @@ class Blocks(nn.Module):
         self.layers = nn.ModuleList([kind(32, 48, ctx=ctx)])
 
 
-EVERY = [
-    (kind, name, how)
-    for kind in (ColumnParallelLinear, RowParallelLinear)
-    for name in ("e4m3", "hybrid")
-    for how in (Delayed(), Delayed(4, False), Delayed(3))
-]
-
-
-SAMPLE, REST = EVERY[4], [case for case in EVERY if case != EVERY[4]]
-
-
 @pytest.mark.parametrize(
     "kind, name, how",
-    [SAMPLE, *(pytest.param(*case, marks=pytest.mark.prove) for case in REST)],
+    [
+        (ColumnParallelLinear, "hybrid", Delayed(4, False)),
+        (RowParallelLinear, "e4m3", Delayed()),
+        (RowParallelLinear, "hybrid", Delayed(3)),
+    ],
     ids=str,
 )
 def test_steps_are_those_of_a_serial_emulation(kind, name, how):
@@ -150,7 +143,6 @@ LAYOUTS = [
     (2, 1, 1, 2, f"{TWO} --pipeline-schedule zb-h1"),
     (4, 2, 2, 1, TWO + SP + " --zero-stage 2"),
     (4, 2, 1, 2, TWO + SP),
-    (4, 1, 1, 2, f"{TWO} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 1"),
     (1, 1, 1, 1, f"{TWO} --recompute-granularity full"),
 ]
 
@@ -187,7 +179,7 @@ def check(world, layout, count):
 @pytest.mark.prove
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_has_the_same_amaxes_and_losses(world, layout):
-    check(world, layout, 12)
+    check(world, layout, 5)
 
 
 def test_data_parallel_ranks_have_the_amaxes_of_one(world):

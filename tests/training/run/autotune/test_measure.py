@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """auto chooses the fastest method, the same on every rank: from made-up times, and from real."""
 
-import sys
 
 import pytest
 import torch
@@ -104,27 +103,3 @@ def test_real_times_of_every_path(world, size, dtype):
         for found in result:
             assert list(found) == PATHS
             assert all(0 < t < 60 for spent in found.values() for t in spent)
-
-
-def order_of_methods(comm):
-    """Measure once; return the methods in the order in which they ran."""
-    order, module = [], sys.modules[measure.__module__]
-    use = module.use_overlap
-
-    def noted(layer, overlap):
-        order.append(overlap.choices[A.forward])
-        return use(layer, overlap)
-
-    module.use_overlap = noted
-    try:
-        measure(A, PATHS, LayerContext(comm.grid(2, memory=True), True), 0.0)
-    finally:
-        module.use_overlap = use
-    return order
-
-
-def test_no_method_always_runs_behind_the_same_one(world):
-    [order, other] = world(2).run(order_of_methods)
-    assert order == other
-    turns = [order[i : i + len(PATHS)] for i in range(0, len(order), len(PATHS))]
-    assert turns == [PATHS, PATHS[::-1]] * (len(turns) // 2) and len(turns) == LEAST + 1

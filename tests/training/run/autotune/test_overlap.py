@@ -249,28 +249,3 @@ def test_a_run_with_auto_follows_none_and_a_resumed_one_replays(launcher):
     for line in lines[1:]:
         key, _, path = line.partition(" (")[2].removesuffix(", as recorded").partition("): ")
         assert choices[key] == path
-
-
-@pytest.mark.prove
-def test_runs_of_every_mode_follow_none(launcher):
-    """With a pipeline, whose stages have layers of their own, at ZeRO level 3, and resumed with
-    another micro-batch.
-    """
-    plain, _ = run(launcher, "--train-iters 4")
-    for mode in ("ring", "symmetric", "auto"):
-        words = f"--train-iters 4 --tp-comm-overlap {mode}"
-        check_follows(run(launcher, words)[0], plain)
-        deep, lines = run(launcher, f"{words} --pipeline-model-parallel-size 2", 4)
-        check_follows(deep, plain)
-        assert sum("head " in line for line in lines) == 2
-        zb, _ = run(launcher, f"{words} --pipeline-model-parallel-size 2 --num-layers 4 "
-                    "--pipeline-schedule zb-v", 4)  # fmt: skip
-        assert len(zb.rows()) == 4
-        check_follows(run(launcher, f"{words} --zero-stage 3", 4)[0], plain)
-    saved, _ = run(launcher, f"{words} --exit-interval 2 --save {{dir}}/saved")
-    other = f"{words} --micro-batch-size 1 --load {saved.folder}/saved"
-    result, lines = run(launcher, other)
-    assert lines[0].startswith(
-        "overlap: the choices of the checkpoint cannot be used: it has none for gather 8x"
-    )
-    check_follows(result, plain)

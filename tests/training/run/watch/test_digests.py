@@ -12,7 +12,6 @@ from model.load import load_model_file
 from mpu import native
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.zero import digest
 from mpu.zero.digest import KINDS, StateDigest, add, keys, signs
 from pretrain_llama import build
 from training.faults.monitor import FailureMonitor
@@ -85,24 +84,6 @@ def test_the_library_and_torch_digest_alike(dtype, monkeypatch):
         found.append((exact, sums))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-4)
-
-
-def test_parts_are_of_the_device(monkeypatch):
-    """A matrix of 4,096 x 4,096 is 256 parts in a CPU's cache, and few launches elsewhere."""
-    parts, of_part = {}, digest._add_by_torch
-
-    def counted(x, *rest):
-        parts[x.device.type] = parts.get(x.device.type, 0) + 1
-        return of_part(x, *rest) if x.is_meta else None
-
-    monkeypatch.setattr(native, "load", lambda: None)
-    monkeypatch.setattr(digest, "_add_by_torch", counted)
-    for device in ("cpu", "meta"):
-        key = torch.empty(4096, dtype=torch.int64, device=device)
-        exact = torch.empty((), dtype=torch.int64, device=device)
-        x = torch.empty(4096, 4096, device=device)
-        add(x, key, key, exact, torch.empty(3, dtype=torch.float64, device=device))
-    assert parts == {"cpu": 256, "meta": 4}
 
 
 @pytest.mark.parametrize("bit", [0, 22, 31])

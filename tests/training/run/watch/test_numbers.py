@@ -116,14 +116,6 @@ def test_a_nan_in_a_weight_is_not_saved_and_no_sound_checkpoint_is_removed(
     assert [row["iteration"] for row in rows(tmp_path)][-1] == 14  # with 9 bad ones after it
 
 
-def test_a_nan_in_a_weight_under_stop_is_neither_saved_nor_loaded(
-    go: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    after_step(monkeypatch, {4}, spoil_weight(NAN))
-    said = go("--train-iters 9 --save-interval 2 --save {tmp}/saved", code=1)
-    assert steps(tmp_path) == [2] and "not finite at iteration 5" in said
-
-
 def test_the_last_save_is_refused_and_the_run_fails(
     go: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -300,19 +292,6 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
     said = go("--train-iters 10 --save {tmp}/saved --load {tmp}/saved")
     state = json.loads((tmp_path / "saved" / "step_00000010" / "state.json").read_text())
     assert state["passed_over"] == [5]
-
-
-@pytest.mark.prove
-def test_rewind_before_the_first_save_goes_back_to_the_start(
-    go: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    go("--train-iters 3 --save {tmp}/want --iterations-to-skip 1 3")
-    after_step(monkeypatch, {1, 3}, spoil_gradient(NAN), once=False)
-    said = go("--train-iters 3 --save {tmp}/saved --on-nan rewind")
-    assert "from iteration 2 to 0" in said and "from iteration 3 to 0" in said
-    assert steps(tmp_path) == [0, 3]
-    here = saved.tensors(tmp_path / "saved", 3)
-    saved.check_equal(here, saved.tensors(tmp_path / "want", 3))
 
 
 @pytest.mark.prove

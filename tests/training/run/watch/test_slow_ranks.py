@@ -89,13 +89,6 @@ def test_a_stage_of_one_rank_is_compared_with_its_youth() -> None:
     assert slow is not None and slow.ranks == (0,) and slow.what == "compute"
 
 
-def test_a_host_that_slows_all_ranks_down_makes_none_of_them_slow() -> None:
-    young = clean(2)
-    rows = [replace(r, step=0.2, own=0.160, links=NONE | {"dp": 0.038}) for r in young]
-    slow = diagnose(rows, layout(2), young)
-    assert slow is None or not slow.counts
-
-
 def test_a_link_is_slow_where_even_the_last_to_come_waits() -> None:
     """tp 2, dp 2: the ranks 2 and 3 take longer over tp; 0 and 1 wait for them over dp."""
     base = clean(4, own=0.080, axis="tp", dp=0.001)
@@ -118,17 +111,6 @@ def test_the_only_link_of_an_axis_is_compared_with_its_youth() -> None:
     assert diagnose(rows, layout(2), None) is None
     slow = diagnose(rows, layout(2), young)
     assert slow is not None and slow.counts and slow.ranks == (0, 1) and slow.what == "dp"
-
-
-@pytest.mark.parametrize("seconds, counts", [(0.009, False), (0.012, True)])
-def test_less_than_a_tenth_of_a_step_is_no_slow_rank(seconds: float, counts: bool) -> None:
-    slow = diagnose(slower(clean(4), 2, seconds), layout(4), None)
-    assert slow is not None and slow.ranks == (2,) and slow.counts is counts
-
-
-def test_what_lies_within_the_noise_of_the_steps_is_none() -> None:
-    noisy = [replace(row, noise=0.010) for row in slower(clean(4), 2, 0.030)]
-    assert diagnose(noisy, layout(4), None) is None
 
 
 def test_a_thousand_tables_of_chance_name_nobody() -> None:
