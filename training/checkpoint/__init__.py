@@ -40,7 +40,6 @@ from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import (
     NamedPiece,
-    amax_pieces,
     buffer_pieces,
     load_pieces,
     parameter_pieces,
@@ -63,7 +62,6 @@ __all__ = [
     "is_hugging_face",
     "later_steps",
     "load",
-    "amax_pieces",
     "buffer_pieces",
     "load_pieces",
     "not_saved",
