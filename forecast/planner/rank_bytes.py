@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work out the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
 
-`exactly` calls --dry-run's own functions. `many` takes state from the same arithmetic of buckets
-(mpu/zero/bucket_layout.py), with an array for the sizes of all layouts, and activations from
-a recorded layer and both ends, once for each tp (forecast/planner/units.py).
+`exactly` calls --dry-run's own functions. `many` takes all numbers of a rank as one bucket, with an
+array for the sizes of all layouts, and activations from a recorded layer and both ends, once for
+each tp (forecast/planner/units.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ from forecast.planner.units import FIRST, LAST, LONGER, MIDDLE, unit_config, uni
 from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.stage_layout import Stage
-from mpu.zero import bucket_layout
-from mpu.zero.bucket_layout import LARGEST, BucketLayout, automatic_size, sharing_of
+from mpu.zero.bucket_layout import BLOCK, LARGEST, SMALLEST, automatic_size
 from training.run.model_profile import ParameterProfile, rank_parameters
 from training.run.pipeline_stages import rank_stages
 from training.settings.config import Config
@@ -223,17 +222,12 @@ def _state(
     masters and moments. moments: bytes of their state before it is shared. again: what a rank has
     once is counted with other numbers.
     """
-    arrays: Any = {"ranks": shard, "shard": shard}
-    length: Any = numbers
-    unsharded = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
-    # of each number
-    kinds: dict[str, Any] = bucket_layout.memory([unsharded], 2, 4, 4, state={"": 1})
-    kinds["moments"] = kinds["moments"] * moments / np.maximum(numbers, 1)
-    low, high = bucket_layout.SMALLEST, bucket_layout.LARGEST
-    two = 8 * np.clip(numbers / 8, low, high) if zero >= 2 else 0
-    total = sum(kinds.values()) + unsharded.length // bucket_layout.BLOCK * NORM_BYTES
+    own = numbers // shard if zero else numbers
+    weights, gradients = own if zero == 3 else numbers, own if zero >= 2 else numbers
+    moved = 4 * own + own * moments / np.maximum(numbers, 1)  # fp32 masters, and moments
+    two = 8 * np.clip(numbers / 8, SMALLEST, LARGEST) if zero >= 2 else 0
+    total = 2 * weights + 4 * gradients + moved + numbers // BLOCK * NORM_BYTES
     total = total + (0 if again else matmul_workspaces(model.config))
-    moved = kinds["masters"] + kinds["moments"]
     return np.asarray(total + np.minimum(two, 4 * numbers)), np.asarray(moved)
 
 
