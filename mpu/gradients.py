@@ -156,14 +156,10 @@ class WeightGradientQueue:
 
     def __init__(self) -> None:
         self._pending: deque[Callable[[], None]] | None = None
-        self._all = True
 
-    def put(
-        self, work: Callable[[], None], tensors: Sequence[Tensor] = (), output_layer: bool = False
-    ) -> None:
+    def put(self, work: Callable[[], None], tensors: Sequence[Tensor] = ()) -> None:
         """Run the work of one weight gradient, or defer it. tensors: its references."""
-        if self.defers(output_layer):
-            assert self._pending is not None
+        if self._pending is not None:
             self._pending.append(work)
         else:
             work()
@@ -172,14 +168,14 @@ class WeightGradientQueue:
         """Return what puts the work of a layer, for another layer's backward to call."""
         return lambda: self.put(work, tensors)
 
-    def defers(self, output_layer: bool = False) -> bool:
-        """Return whether the work of a layer, the output layer or another, is deferred now."""
-        return self._pending is not None and (self._all or output_layer)
+    def defers(self) -> bool:
+        """Return whether the work of a layer is deferred now."""
+        return self._pending is not None
 
-    def defer(self, output_layer_only: bool = False) -> None:
-        """Defer the work that is put from now on, of all layers or of the output layer."""
+    def defer(self) -> None:
+        """Defer the work that is put from now on."""
         assert self._pending is None, "one backward at a time defers"
-        self._pending, self._all = deque(), not output_layer_only
+        self._pending = deque()
 
     def take(self) -> "deque[Callable[[], None]]":
         """Stop deferring, and return the pending work, oldest first."""

@@ -69,7 +69,6 @@ def phase_of(action: str) -> str:
         ("B ", "backward"),
         ("BW ", "backward"),
         ("W ", "wgrad"),
-        ("the output layer's deferred", "wgrad"),
         ("the gradient sums", "grad sum"),
         ("the update", "update"),
     ):
