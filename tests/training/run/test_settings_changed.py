@@ -139,7 +139,7 @@ def test_what_is_told(there, here, says):
 
 def test_a_flag_that_was_removed_is_told_where_it_changed_the_numbers():
     here = read()
-    saved = here.flat() | {"optimizer.muon_use_syrk": True, "float8.fp8_margin": 0}
+    saved = here.flat() | {"optimizer.muon_use_syrk": True, "float8.fp8_amax_history_len": 1}
     saved |= {"parallel.wgrad_deferral_limit": 3, "extra.own": 3, "optimizer.a b": 1}
     state = {"config": saved, "numerics": same_run.NUMERICS}
     lines = same_run.lines(SimpleNamespace(directory="run/3", state=state), here, {})
