@@ -27,8 +27,7 @@ REMOVED = (
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split", "gpu.cpu_offloading_num_layers",
     "model.mup_attn_scale_power", "parallel.defer_embedding_wgrad_compute",
-    "parallel.norm_backend", "parallel.optimizer_backend", "float8.fp8_amax_history_len",
-    "float8.fp8_amax_compute_algo",
+    "parallel.norm_backend", "parallel.optimizer_backend",
 )  # fmt: skip
 KIND = "parallel.cp_comm_type"
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")

@@ -21,9 +21,9 @@ WIDTH, PART = 64, 1 << 20  # numbers of a sketch; elements sketched at a time, a
 class StepState:
     """What layers note during a step besides gradients, and what follows from it at its end.
 
-    The tokens of each expert (mpu/layers/expert_load.py) and the largest attention logits
-    (mpu/layers/attention/max_logits.py) are some. All ranks that share a layer have the same, in
-    the same order.
+    The amaxes of delayed float8 (mpu/layers/float8/delayed.py), the tokens of each expert
+    (mpu/layers/expert_load.py) and the largest attention logits (mpu/layers/attention/
+    max_logits.py) are some. All ranks that share a layer have the same, in the same order.
     """
 
     def begin_step(self) -> None:
@@ -35,6 +35,9 @@ class StepState:
     def row_factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield what multiplies rows of weights after the update: (weight, factor of each row)."""
         yield from ()
+
+    def loaded(self) -> None:
+        """Go on from what a checkpoint was read into."""
 
 
 S = TypeVar("S", bound=StepState)

@@ -124,7 +124,7 @@ def test_another_subset_is_refused(runs: Runs, launcher: Launcher) -> None:
 
 MORE = {
     "Muon": "--optimizer muon --fp64",
-    "float8, tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "float8, delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
     "float8, rowwise": "--bf16 --fp8-format e4m3 --fp8-recipe rowwise --zero-stage 1",
     "float8 at ZeRO 3": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --zero-stage 3",
     "replicas": "--check-replicas 1 --on-replica-mismatch stop --log-digests 1",
@@ -144,6 +144,6 @@ def test_with_other_mechanisms(launcher: Launcher, fork: str, name: str) -> None
     assert ended.codes == [0, 0], ended.said(0)
     first, last = (tensors(ended.folder / "saved", step) for step in (AT, STEPS))
     same = {n for n in last if n in first and torch.equal(first[n], last[n])}
-    moved = last.keys() - same
+    moved = {n for n in last.keys() - same if not n.endswith("amax_history")}
     trained = {"embedding alone": "embed_tokens", "head alone": "lm_head"}.get(fork, "layers.")
     assert moved and all(trained in name for name in moved), moved

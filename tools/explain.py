@@ -48,7 +48,8 @@ from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
-from mpu.layers.float8.rows import BLOCKS
+from mpu.layers.float8.delayed import AmaxHistory
+from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from mpu.torch_private import running_node
 from pretrain_llama import build, train_step
@@ -177,7 +178,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
         batches = micro_batches(config, grid)
-        if run.sink.zero_stage:  # the first step is another
+        if run.sink.zero_stage or run.sink.state_of(AmaxHistory):  # the first step is another
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
@@ -263,7 +264,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     parser.add_argument(
-        "--fp8-recipe", choices=[*BLOCKS], help="float8; the rest of the model is in bf16"
+        "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
     )
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from forecast.planner.cluster import Cluster
 from forecast.planner.model import REST, Model, last_of_each, read_flags
 from forecast.planner.search import PlanError
+from mpu.layers.float8.rows import RECIPES
 from training.settings.config import Config
 
 OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ: same layers
@@ -37,7 +38,7 @@ def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Con
 def dtype_of(config: Config) -> str:
     """Return the dtype of the layers' matmuls: bf16, or a float8 recipe."""
     f = config.float8
-    return f.fp8_recipe or "" if f.fp8_format else "bf16"
+    return RECIPES[f.fp8_recipe or ""] if f.fp8_format else "bf16"
 
 
 def with_optimizer(model: Model, flags: str) -> Model:

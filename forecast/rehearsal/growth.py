@@ -68,13 +68,24 @@ def micro_batch_of(event: Action) -> int:
 
 
 def steps(seen: "Rehearsed", persistent: set[int]) -> Iterator[Finding]:
-    """Yield the lines of which more memory lives after the last step than before it."""
+    """Yield the lines of which more memory lives after the last step than before it.
+
+    What lives in another line's place, storage for storage of the same size, is not more: float8's
+    first step scales by what is at hand, later ones by a history.
+    """
     if seen.begin == seen.first:
         return  # one step was rehearsed
     before, then = (live_by_place(seen, end, persistent) for end in (seen.loop, seen.end))
+    freed = Counter[int]()  # storages that lived before it, by their size
+    for place, (count, nbytes) in before.items():
+        freed[nbytes // count] += max(0, count - then.get(place, (0, 0))[0])
     for place, (count, nbytes) in then.items():
         had = before.get(place, (0, 0))
         if count > had[0]:
+            size = (nbytes - had[1]) // (count - had[0])
+            if freed[size] >= count - had[0]:
+                freed[size] -= count - had[0]
+                continue
             what = f"{nbytes - had[1]:,} bytes more live after a step than before it"
             yield Finding("leak", place, what, "", ways(seen, place))
     if len(seen.recorder.pinned_at) > 1:

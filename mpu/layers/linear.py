@@ -94,6 +94,10 @@ class Recipe:
     def __init__(self, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
 
+    def of_any_layer(self) -> "Recipe":
+        """Return the recipe without what it keeps of a layer: here itself."""
+        return self
+
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
         """Return the operand for x, w or dy, before it is sent or saved; for "wt", that of w^T.
 

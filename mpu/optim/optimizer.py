@@ -255,6 +255,8 @@ class Optimizer:
         for updater in (updater for some in self.updaters for updater in some):
             updater.set_steps(steps)
         self.home.loaded()
+        for state in self.sink.step_states:
+            state.loaded()
 
     def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.

@@ -160,7 +160,7 @@ def test_layouts_take_the_same_steps(world, scaling):
 @pytest.mark.parametrize(
     "more", sampled(["--recompute-granularity full --recompute-method uniform", ""], 2)
 )
-@pytest.mark.parametrize("scaling", sampled([*BLOCKS][::-1], 4))
+@pytest.mark.parametrize("scaling", sampled([*BLOCKS, "delayed"][::-1], 4))
 def test_weights_become_float8_once_a_step(scaling, more, monkeypatch):
     """And after an update again; the steps are those of weights converted for each micro-batch."""
     made, own = Counter[str](), Float8.operand

@@ -50,6 +50,7 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 2, {"micro_batches": 3}),
     (2, 2, {"sequence_parallel": False, "more": ("--fp64", *FULL)}),
     (2, 1, {"more": (*FLOAT8, "tensorwise")}),
+    (2, 2, {"more": (*FLOAT8, "delayed")}),
     (2, 1, {"more": (*FLOAT8, "rowwise", *FIRST, *FULL), "layers": 3}),
     (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
     (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),

@@ -40,6 +40,7 @@ from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import (
     NamedPiece,
+    amax_pieces,
     buffer_pieces,
     load_pieces,
     parameter_pieces,
@@ -62,6 +63,7 @@ __all__ = [
     "is_hugging_face",
     "later_steps",
     "load",
+    "amax_pieces",
     "buffer_pieces",
     "load_pieces",
     "not_saved",

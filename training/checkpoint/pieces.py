@@ -166,6 +166,20 @@ def rectangles(
         at = stop
 
 
+def amax_pieces(
+    amaxes: Iterable[tuple[str, Tensor]], names: Mapping[str, Sequence[str]], grid: Grid
+) -> list[NamedPiece]:
+    """List the histories of delayed float8: (parameter name, history), whole on tp x dp x cp.
+
+    A history has the name of its parameter's first section. A checkpoint may lack it.
+    """
+    found = []
+    for name, history in amaxes:
+        piece = whole(state_name(names[name][0], "amax_history"), history)
+        found.append(replace(piece, holders=(grid.tp, grid.dp_cp), optional=True))
+    return found
+
+
 def _cut(
     param: nn.Parameter,
     tensor: Tensor,

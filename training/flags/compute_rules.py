@@ -13,7 +13,7 @@ from mpu.layers.attention.backends import (
     kernel_of,
     why_no_length,
 )
-from mpu.layers.float8.rows import ALIGN, BLOCKS
+from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
 from training.flags import parallel_rules
 from training.settings.config import Config, UsageError
 
@@ -87,9 +87,9 @@ def check_float8(config: Config) -> None:
         return
     recipe = f.fp8_recipe
     assert recipe is not None, "parse fills it in"
-    if recipe not in BLOCKS:
+    if recipe not in RECIPES:
         why = f"; {ELSEWHERE[recipe]}" if recipe in ELSEWHERE else ""
-        raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(BLOCKS)}{why}")
+        raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(RECIPES)}{why}")
     if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
     at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
@@ -98,7 +98,7 @@ def check_float8(config: Config) -> None:
             f"--num-layers-at-start-in-bf16 {at_start} and --num-layers-at-end-in-bf16 {at_end} "
             f"leave none of --num-layers {m.num_layers} in float8: omit --fp8-format"
         )
-    unit = BLOCKS[recipe] or ALIGN
+    unit = BLOCKS[RECIPES[recipe]] or ALIGN
     for what, size in _sizes(config):
         if size % unit:
             raise UsageError(
@@ -122,7 +122,7 @@ def _sizes(config: Config) -> Iterator[tuple[str, int]]:
         yield f"--micro-batch-size {b} x --seq-length {s}", b * s
     else:
         # a rank holds two chunks of a row; a block of tokens must lie in one, as on one rank
-        parts = 2 * cp if BLOCKS[config.float8.fp8_recipe or ""] else cp
+        parts = 2 * cp if BLOCKS[RECIPES[config.float8.fp8_recipe or ""]] else cp
         times = "2 x " if parts > cp else ""
         what = f"--micro-batch-size {b} x --seq-length {s} / ({times}--context-parallel-size {cp})"
         yield what, b * s // parts

@@ -104,11 +104,11 @@ def _precision(v: Values) -> None:
     run, low = v.parts["run"], v.parts["float8"]
     bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
     run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
-    if low.get("fp8_format") and low.get("fp8_recipe", "delayed") == "delayed":
-        low["fp8_recipe"] = "tensorwise"  # Megatron-LM's default is delayed
+    if low.get("fp8_format") and "fp8_recipe" not in low:
+        low["fp8_recipe"] = "delayed"
         v.notes.append(
-            "--fp8-recipe tensorwise in place of delayed: a scale is that of the tensor at hand, "
-            "not of those of earlier steps, so nothing is clamped (docs/float8.md)"
+            "no --fp8-recipe: delayed, as in Megatron-LM; tensorwise needs no history and "
+            "clamps nothing (docs/float8.md)"
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from mpu.context import LayerContext
 from mpu.layers.expert_load import ExpertLoads
+from mpu.layers.float8.delayed import AmaxHistory
 from mpu.optim.optimizer import Optimizer
 from mpu.param import unique_parameters
 from training import checkpoint
@@ -47,7 +48,7 @@ class SavedState:
 
     def pieces(self, with_state: bool = True, to_load: bool = False) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the state: the optimizer's, which
-        --skip-train does without, and what a router has noted.
+        --skip-train does without, and what float8 and a router have noted.
 
         to_load: of weights that are gathered after each update only the part that is gathered from
         here; gather_weights() must follow. So a data-parallel group reads them once together.
@@ -62,6 +63,9 @@ class SavedState:
         pieces += checkpoint.buffer_pieces(self.model, self.names, self.ctx.grid)
         if with_state and not self.config.run.skip_train:
             parts += optimizer.named_state()
+        if with_state and (noted := sink.state_of(AmaxHistory)) is not None:
+            amaxes = zip(noted.names, noted.history, strict=True)
+            pieces += checkpoint.amax_pieces(amaxes, self.names, self.ctx.grid)
         if with_state and (experts := sink.state_of(ExpertLoads)) is not None:
             name_of = {param: name for name, param in parameters}
             loads = ((name_of[weight], counts) for weight, counts in experts.state())
@@ -86,7 +90,10 @@ class SavedState:
 
     def forget_noted(self) -> None:
         """Let what layers noted in steps begin anew, where a checkpoint may lack it."""
-        if (loads := self.optimizer.sink.state_of(ExpertLoads)) is not None:
+        sink = self.optimizer.sink
+        if (amaxes := sink.state_of(AmaxHistory)) is not None:
+            amaxes.history.zero_()
+        if (loads := sink.state_of(ExpertLoads)) is not None:
             for _, counts in loads.state():
                 counts.zero_()
 

@@ -22,8 +22,6 @@ from training.settings.learning_rate import at, curve_of, decoupled_curve_of
 
 SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # reported where a row says nothing
 PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest says whether these only moved
-# of --fp8-recipe delayed, which is told itself, and in every older checkpoint
-HISTORIES = ("float8.fp8_amax_history_len", "float8.fp8_amax_compute_algo")
 # what a checkpoint of another program, or by another hand, makes of arithmetic
 ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, AssertionError)
 KEYS = {"--" + key.rpartition(".")[2].replace("_", "-"): key for key in SETTINGS}
@@ -67,9 +65,7 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
                 yield f"{found.directory} {difference(key, was, now)}"
     for key, then in saved.items():
         section, _, name = key.partition(".")
-        if key in SETTINGS or key in HISTORIES:
-            continue
-        if section in SECTIONS[:-1] and then and name.isidentifier():
+        if key not in SETTINGS and section in SECTIONS[:-1] and then and name.isidentifier():
             was = f"{_flag(key)} {repr(then)[:99]}"
             yield f"{found.directory} was made with {was}, a flag that was removed since"
     if unknown:

@@ -111,7 +111,7 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
         what = f"the largest attention logit of {flag}, heads of {config.model.kv_channels} in "
         yield Trial(what + name, avoid, lambda: _maxima(config, ctx))
     yield Trial("SwiGLU", own, lambda: _backward(swiglu, _numbers(ctx, TOKENS, 1, 2 * TOKENS)))
-    if config.float8.fp8_format is not None:
+    if config.float8.fp8_format is not None and config.float8.fp8_recipe != "delayed":
         recipe = recipe_of(config, ctx)
         if recipe.follows_swiglu:
             what = f"SwiGLU between matmuls of --fp8-recipe {config.float8.fp8_recipe}"

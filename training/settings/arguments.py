@@ -16,7 +16,7 @@ import torch
 from mpu.grid import ORDER
 from mpu.layers.attention.backends import BACKENDS
 from mpu.layers.context_attention import COMM_TYPES
-from mpu.layers.float8.rows import BLOCKS
+from mpu.layers.float8.rows import RECIPES
 from mpu.pipeline.schedules import NAMES as SCHEDULES
 from mpu.pipeline.schedules import V_SHAPED
 from training.settings.param_groups import PARAM_GROUP
@@ -1587,10 +1587,28 @@ class Float8Config:
     )
     fp8_recipe: str | None = setting(
         None,
-        "which numbers share a scale: a tensor's, a row's, 128 (128 x 128 of a weight), or 32",
-        f"one of {', '.join(BLOCKS)}",
-        derived="tensorwise",
+        "which numbers share a scale: a tensor's, a row's, 128 (128 x 128 of a weight), 32, or, "
+        "delayed, a tensor's, by its largest numbers in earlier steps",
+        f"one of {', '.join(RECIPES)}",
+        derived="delayed",
         needs="--fp8-format",
+    )
+    fp8_amax_history_len: int = setting(
+        1,
+        "steps whose largest numbers are stored",
+        "steps",
+        integer(1),
+        needs="--fp8-recipe",
+        needs_value="delayed",
+        older=1,
+    )
+    fp8_amax_compute_algo: str = setting(
+        "most_recent",
+        "which of these numbers gives the scale: the newest or the largest",
+        rule=one_of("most_recent", "max"),
+        needs="--fp8-recipe",
+        needs_value="delayed",
+        older="most_recent",
     )
     fp8_wgrad_bf16: bool = setting(
         False,

@@ -6,7 +6,9 @@ from torch import nn
 
 from mpu.context import LayerContext
 from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.delayed import Delayed
 from mpu.layers.float8.recipe import Float8, use_float8
+from mpu.layers.float8.rows import RECIPES
 from training.settings.config import Config, UsageError
 
 
@@ -24,24 +26,30 @@ def check_device(config: Config, device: torch.device) -> None:
     f = config.float8
     if f.fp8_format is not None and device.type == "cuda":
         assert f.fp8_recipe is not None, "compute_rules.check_float8"
-        if why := float8_cuda.unsupported(f.fp8_recipe, device):
+        if why := float8_cuda.unsupported(RECIPES[f.fp8_recipe], device):
             raise UsageError(why)
 
 
 def recipe_of(config: Config, ctx: LayerContext) -> Float8:
-    """Return the recipe of a run in float8."""
+    """Return the recipe of a run in float8, of delayed scales without their amaxes."""
     f = config.float8
     assert f.fp8_recipe is not None and f.fp8_format is not None, "compute_rules.check_float8"
     batch, dp = config.batch, config.parallel.data_parallel_size
     several = batch.global_batch_size > batch.micro_batch_size * dp
     return Float8(
-        f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16,
+        RECIPES[f.fp8_recipe], f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16,
         keeps=several and not f.no_fp8_weight_cache,
     )  # fmt: skip
 
 
 def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
     """Let a model's layers multiply in float8 if the run does. Raises ValueError (use_float8)."""
-    if config.float8.fp8_format is not None:
+    f = config.float8
+    if f.fp8_format is not None:
         check_device(config, ctx.device)
-        use_float8(model, recipe_of(config, ctx), layers_in_bf16(config))
+        delayed = None
+        if f.fp8_recipe == "delayed":
+            newest = f.fp8_amax_compute_algo == "most_recent"
+            delayed = Delayed(f.fp8_amax_history_len, newest)
+        recipe = recipe_of(config, ctx)
+        use_float8(model, recipe, layers_in_bf16(config), delayed)

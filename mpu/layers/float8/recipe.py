@@ -21,7 +21,7 @@ rows, multiplies in the accumulation dtype and rounds once: the arithmetic, with
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.delayed import AmaxHistory, Delayed, Slot
 from mpu.layers.float8.rows import (
     ALIGN,
     BLOCKS,
@@ -70,6 +71,9 @@ class Float8(Recipe):
     wgrad: bool = True  # weight gradients in float8; else from unquantized x and dy
     # rows of w and w^T are made once a step, as in Transformer Engine, not per micro-batch
     keeps: bool = False
+    slot: Slot | None = None  # of delayed scaling: the amaxes of the layer
+    # of delayed scaling: the same recipe without `slot`, which all layers share
+    plain: "Float8 | None" = None
     on_gpu: bool = field(init=False)
     nothing: Tensor = field(init=False, repr=False)  # one NaN: see `unread`
 
@@ -79,7 +83,12 @@ class Float8(Recipe):
         object.__setattr__(self, "nothing", nothing)
 
     def __str__(self) -> str:
-        return f"{self.scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
+        scaling = self.scaling if self.slot is None else "delayed"
+        return f"{scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
+
+    def of_any_layer(self) -> Recipe:
+        """Return the recipe without what it keeps of a layer."""
+        return self.plain or self
 
     @property
     def block(self) -> int:
@@ -89,10 +98,10 @@ class Float8(Recipe):
     @property
     def follows_swiglu(self) -> bool:  # type: ignore[override]
         """Return whether SwiGLU makes operands. A row's scale needs the whole row, and that of its
-        transpose all tokens: with rowwise scales nothing would be saved. wgrad in bf16 asks for the
-        numbers themselves.
+        transpose all tokens: with rowwise scales nothing would be saved. Amaxes that are noted, and
+        wgrad in bf16, ask for the numbers themselves.
         """
-        return self.scaling != "rowwise" and self.wgrad
+        return self.scaling != "rowwise" and self.slot is None and self.wgrad
 
     @property
     def dy(self) -> Format:
@@ -113,7 +122,7 @@ class Float8(Recipe):
         flat, form = x.flatten(0, -2), self.dy if role == "dy" else E4M3
         axes = self.shared(role, cut)
         if self.scaling == "tensorwise" or axes:
-            scales = self._scales(flat, form, axes)
+            scales = self._scales(flat, form, axes, role)
             if role == "w":
                 x.float8_scales = scales  # type: ignore[attr-defined]
             rows = encode(flat, scales.expand(len(flat), -1), form, wide, self.on_gpu)
@@ -122,10 +131,14 @@ class Float8(Recipe):
             rows = made(flat, self.block, form, square, wide, self.on_gpu)
         return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
 
-    def _scales(self, x: Tensor, form: Format, axes: Sequence[Axis]) -> Tensor:
+    def _scales(self, x: Tensor, form: Format, axes: Sequence[Axis], role: str) -> Tensor:
         scales = row_scales(x, self.block, form, self.on_gpu)
         if self.scaling == "tensorwise":
             scales = scales.amax(0, keepdim=True)
+        if self.slot is not None:
+            self.slot.note(role, scales)
+            if self.slot.filled:
+                return self.slot.scale(role, scales)
         self.agree(scales, axes)
         return scales
 
@@ -148,7 +161,7 @@ class Float8(Recipe):
         if self.scaling == "blockwise":
             return made(w.t(), self.block, E4M3, square=True, on_gpu=self.on_gpu)
         if scales is None:
-            scales = self._scales(w, E4M3, self.shared("w", cut_of_w))
+            scales = self._scales(w, E4M3, self.shared("w", cut_of_w), "w")
         by_row = scales.expand(w.shape[1], -1)
         return encode(w.t(), by_row, E4M3, wide=True, on_gpu=self.on_gpu)
 
@@ -281,12 +294,19 @@ class Float8(Recipe):
                 )
 
 
-def use_float8(model: nn.Module, recipe: Float8, in_bf16: Container[int] = ()) -> None:
+def use_float8(
+    model: nn.Module,
+    recipe: Float8,
+    in_bf16: Container[int] = (),
+    delayed: Delayed | None = None,
+) -> None:
     """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
 
     in_bf16: the numbers of blocks that stay as they are. So do layers outside of blocks (the head)
-    and those that the model gave a recipe of its own. Raises ValueError as Float8.check does.
+    and those that the model gave a recipe of its own. delayed: their scales follow from earlier
+    steps; the context's sink keeps the amaxes. Raises ValueError as Float8.check does.
     """
+    found: dict[str, ColumnParallelLinear | RowParallelLinear] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
             continue
@@ -294,4 +314,18 @@ def use_float8(model: nn.Module, recipe: Float8, in_bf16: Container[int] = ()) -
         if number is None or number in in_bf16 or type(layer.recipe) is not Recipe:
             continue
         recipe.check(name, layer)
-        layer.recipe = recipe
+        found[name] = layer
+    amaxes, ctx = None, recipe.ctx
+    if delayed is not None and found:
+        for name, layer in found.items():
+            if (axis := placement_of(layer.weight).axis) is not ctx.tp:
+                raise ValueError(
+                    f"--fp8-recipe delayed: {name} is cut over {axis.name}, and amaxes are stored "
+                    "of layers that are cut over tp: give tensorwise"
+                )
+        names, like = [f"{name}.weight" for name in found], next(model.parameters())
+        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like)
+        ctx.sink.step_states.append(amaxes)
+    for i, layer in enumerate(found.values()):
+        slot = None if amaxes is None else Slot(amaxes, i)
+        layer.recipe = recipe if slot is None else replace(recipe, slot=slot, plain=recipe)

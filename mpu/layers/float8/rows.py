@@ -22,6 +22,7 @@ from mpu.kernels import available
 
 ALIGN = 16  # bytes: what matmuls of float8 ask of rows
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
+RECIPES = {**{scaling: scaling for scaling in BLOCKS}, "delayed": "tensorwise"}  # their scaling
 NOT_FINITE = 255
 TOP_TILE = (32, 128)  # tokens and features of which a program finds SwiGLU's largest number
 

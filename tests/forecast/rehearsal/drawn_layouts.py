@@ -55,6 +55,7 @@ CHOICES = [  # each flag's values; an empty one leaves it out
      "--moe-aux-loss-coeff 0.01"],
     ["", "", "--overlap-moe-expert-parallel-comm"],
     ["", "", MXFP8, "--fp8-format hybrid --fp8-recipe tensorwise",
+     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16",
      "--fp8-format e4m3 --fp8-recipe rowwise", BLOCKWISE],
     ["", "", "--fp8-wgrad-bf16", "--first-last-layers-bf16"],
     ["", "", "--clip-grad 0", "--clip-grad 0.3"],

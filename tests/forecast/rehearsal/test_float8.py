@@ -20,6 +20,7 @@ ZERO = "--zero-stage {} --overlap-grad-reduce --overlap-param-gather"
 CASES = [
     ("tensorwise", 2, SPLIT),
     ("rowwise", 1, ""),
+    ("delayed --rehearse-steps 3", 2, f"{SPLIT} --zero-stage 1"),
     ("rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1"),
     ("blockwise", 2, SPLIT),
     ("mxfp8", 2, f"{SPLIT} --rehearse-device b200"),

@@ -73,7 +73,7 @@ WIDE = (
 )
 LAYOUTS += [  # float8 by recipe
     (2, WIDE + "hybrid --fp8-recipe tensorwise " + SP),
-    (4, WIDE + "hybrid --fp8-recipe tensorwise " + SP + ZERO[1] + GRADS),
+    (4, WIDE + "hybrid --fp8-recipe delayed --fp8-amax-history-len 4 " + SP + ZERO[1] + GRADS),
     (2, WIDE + "hybrid --fp8-recipe rowwise " + SP + "--tp-comm-overlap ring"),
     (2, WIDE + "hybrid --fp8-recipe blockwise " + ZERO[3] + GRADS + GATHERS),
     (2, WIDE + "e4m3 --fp8-recipe mxfp8 --rehearse-device b200 " + SP),

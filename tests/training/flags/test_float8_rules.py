@@ -28,6 +28,8 @@ def read(more="", world=1):
 
 MISTAKES = [
     # more flags, world size, what the sentence must hold
+    (f"{ON} --fp8-amax-history-len 0", 1, "--fp8-amax-history-len 0: must be a whole number >= 1"),
+    (f"{ON} --fp8-amax-compute-algo mean", 1, "mean: must be one of most_recent, max"),
     (f"{ON} --fp8-recipe custom", 1, "a layer of your --model-file takes as recipe="),
     (f"{ON} --fp8-recipe x", 1, "--fp8-recipe x: must be one of tensorwise, rowwise, blockwise"),
     ("--fp8-format e5m2 --fp8-recipe rowwise", 1, "--fp8-format e5m2: must be one of e4m3, hybrid"),

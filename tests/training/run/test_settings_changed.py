@@ -97,7 +97,7 @@ def test_every_setting_that_changes_the_numbers_is_told_with_both_values():
     more += "--lr-decay-style WSD --lr-wsd-decay-iters 2 --moe-expert-capacity-factor 1.5"
     base = BEGUN.replace("6", "9")
     here = read(more, base)  # float8 and experts exclude each other
-    float8 = read("--fp8-format hybrid --fp8-recipe rowwise").float8
+    float8 = read("--fp8-format hybrid --fp8-recipe delayed").float8
     here = replace(here, float8=replace(float8, first_last_layers_bf16=True))
     compared = {key for keys in same_run.SHARED.values() for key in keys}
     checked = 0
@@ -139,7 +139,7 @@ def test_what_is_told(there, here, says):
 
 def test_a_flag_that_was_removed_is_told_where_it_changed_the_numbers():
     here = read()
-    saved = here.flat() | {"optimizer.muon_use_syrk": True, "float8.fp8_amax_history_len": 1}
+    saved = here.flat() | {"optimizer.muon_use_syrk": True, "float8.fp8_margin": 0}
     saved |= {"parallel.wgrad_deferral_limit": 3, "extra.own": 3, "optimizer.a b": 1}
     state = {"config": saved, "numerics": same_run.NUMERICS}
     lines = same_run.lines(SimpleNamespace(directory="run/3", state=state), here, {})

@@ -31,7 +31,7 @@ def projections(model: nn.Module, tokens: int) -> dict[str, Projection]:
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and not _chunked(layer):
             (width, k), t = layer.weight.shape, layer.ctx.tp.size if layer.ctx.sp else 1
             column = isinstance(layer, ColumnParallelLinear)
-            own = None if type(layer.recipe) is Recipe else layer.recipe
+            own = None if type(layer.recipe) is Recipe else layer.recipe.of_any_layer()
             found[name] = Projection(column, tokens // t, k, width, layer.ctx.dtype, own)
     return found
 
