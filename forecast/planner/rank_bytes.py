@@ -35,9 +35,6 @@ from training.settings.update_rules import needs_full_matrices, optimizer_groups
 PROVIDER = pretrain_llama.model_provider
 ENDS = (FIRST, MIDDLE, LAST)
 LAYER = Stage(1, 2)
-FEW = (2, 3)  # layers of a stage that are recorded where it has more
-# the same at ZeRO stages 2 and 3: gradients of two layers may be unsharded beside a third one's
-FEW_SHARDED = (3, 4)
 NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
@@ -238,12 +235,19 @@ class Exact(NamedTuple):
     in_host: float
 
 
+def few_layers(config: Config) -> tuple[int, int]:
+    """Return the layers of a stage that are recorded where it has more. At ZeRO stages 2 and 3
+    gradients of two layers may be unsharded beside a third one's.
+    """
+    return (2, 3) if config.parallel.zero < 2 else (3, 4)
+
+
 def exactly(config: Config) -> list[Exact]:
     """Return the bytes of each pipeline rank, as --dry-run has them; of host memory that of the
     rank with most. Stages of many like layers are recorded with a few of them.
     """
     size, layers = config.parallel.pipeline_model_parallel_size, None
-    few = FEW if config.parallel.zero < 2 else FEW_SHARDED
+    few = few_layers(config)
     stages = [rank_stages(config, PROVIDER, rank) for rank in range(size)]
     if max(len(s.layers) for own in stages for s in own) > sum(few) and is_linear(config):
         parallel = replace(config.parallel, ddp_bucket_size=bucket_size(config, stages))
