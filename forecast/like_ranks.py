@@ -52,15 +52,15 @@ class Turn(NamedTuple):
 def like_ranks(config: Config, provider: ModelProvider, layers: int = 0) -> Like:
     """Return the pipeline to record for all ranks of a run's.
 
-    It is the run's own where layers differ. layers: of each stage of the pipeline to record; 0: as
-    many as the run's have.
+    It is the run's own where layers differ, or ranks do in what they defer. layers: of each stage
+    of the pipeline to record; 0: as many as the run's have.
     """
     p = config.parallel
     size = p.pipeline_model_parallel_size
     stages = [rank_stages(config, provider, rank) for rank in range(size)]
     if layers:
         stages = [tuple(replace(s, first=0, last=layers) for s in own) for own in stages]
-    elif size == 1 or not alike(config, provider):
+    elif size == 1 or not alike(config, provider) or p.defer_embedding_wgrad_compute:
         return Like(config, tuple(range(size)))
     kinds = [tuple((len(s.layers), s.embedding, s.loss) for s in own) for own in stages]
     if p.schedule in V_SHAPED:  # the last rank hands its first chunk's output to its second

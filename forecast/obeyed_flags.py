@@ -14,6 +14,7 @@ nobody would notice: here the run is refused, in a sentence that names the flag 
     --recompute-granularity full       run its layers by recompute.blocks
     --cpu-offload-activations          the same
     --offload-modules                  call the modules that it names
+    --defer-embedding-wgrad-compute    have a ColumnParallelLinear(output_layer=True)
     --log-max-attention-logit          attend by core_attention_of(ctx)
     --qk-clip                          that, with one qkv_linear for each, and nothing between that
                                        has parameters: a norm would undo the clip
@@ -112,7 +113,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     required = list(_functions(config))
     p, g = config.parallel, config.gpu
     modules = (config.float8.fp8_format, g.offload_modules)
-    if not (required or any(modules)):
+    if not (required or any(modules) or p.defer_embedding_wgrad_compute):
         return
     listener = _Listener(config, provider)
     try:
@@ -145,6 +146,13 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         flag = f"--fp8-format {config.float8.fp8_format}"
         layers = {name: m for name, m in model.named_modules() if in_float8(m)}
         _used_flags(flag, file, listener, layers, "the layer's recipe")
+    if p.defer_embedding_wgrad_compute and not any(
+        getattr(each, "output_layer", False) for each in model.modules()
+    ):
+        raise ValueError(
+            f"--defer-embedding-wgrad-compute: {file} does not obey it: its head is no "
+            "ColumnParallelLinear(output_layer=True)"
+        )
 
 
 def _functions(config: Config) -> Iterator[str]:

@@ -611,6 +611,8 @@ def _without_collections() -> Iterator[None]:
 def few_micro_batches(config: Config) -> int:
     """Return as few micro-batches as have each kind of moment that a step of all of them has."""
     p, count = config.parallel, max(micro_batch_counts(config))
+    if p.defer_embedding_wgrad_compute:  # each keeps what it defers until the step's end
+        return count
     least = 3 + p.zero_reduce_each_microbatch  # the third is the first whose sums join others
     return _few(
         p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages,

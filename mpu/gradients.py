@@ -159,10 +159,14 @@ class WeightGradientQueue:
 
     def __init__(self) -> None:
         self._pending: deque[Callable[[], None]] | None = None
+        self._all = True
 
-    def put(self, work: Callable[[], None], tensors: Sequence[Tensor] = ()) -> None:
+    def put(
+        self, work: Callable[[], None], tensors: Sequence[Tensor] = (), output_layer: bool = False
+    ) -> None:
         """Run the work of one weight gradient, or defer it. tensors: its references."""
-        if self._pending is not None:
+        if self.defers(output_layer):
+            assert self._pending is not None
             self._pending.append(work)
         else:
             work()
@@ -171,14 +175,14 @@ class WeightGradientQueue:
         """Return what puts the work of a layer, for another layer's backward to call."""
         return lambda: self.put(work, tensors)
 
-    def defers(self) -> bool:
-        """Return whether the work of a layer is deferred now."""
-        return self._pending is not None
+    def defers(self, output_layer: bool = False) -> bool:
+        """Return whether the work of a layer, the output layer or another, is deferred now."""
+        return self._pending is not None and (self._all or output_layer)
 
-    def defer(self) -> None:
-        """Defer the work that is put from now on."""
+    def defer(self, output_layer_only: bool = False) -> None:
+        """Defer the work that is put from now on, of all layers or of the output layer."""
         assert self._pending is None, "one backward at a time defers"
-        self._pending = deque()
+        self._pending, self._all = deque(), not output_layer_only
 
     def take(self) -> "deque[Callable[[], None]]":
         """Stop deferring, and return the pending work, oldest first."""

@@ -169,8 +169,8 @@ class ModuleTracker:
                 _marks(node).setdefault(MARK, name)
                 nodes += [node for node, _ in node.next_functions]
 
-    def _noted(self, work: Callable[[], None], tensors: Sequence[Tensor] = ()) -> None:
-        self._put(partial(self._work, self.running(), work), tensors)
+    def _noted(self, work: Callable[[], None], *rest: Any, **more: Any) -> None:
+        self._put(partial(self._work, self.running(), work), *rest, **more)
 
     def _noted_later(
         self, work: Callable[[], None], tensors: Sequence[Tensor] = ()

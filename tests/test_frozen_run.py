@@ -131,7 +131,8 @@ MORE = {
     "layers": "--log-layer-rms-interval 1",
     "offload": "--bf16 --optimizer-state-offload --zero-stage 2",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "fused loss": "--fused-linear-cross-entropy --pipeline-model-parallel-size 2",
+    "fused loss": "--fused-linear-cross-entropy --defer-embedding-wgrad-compute "
+    "--pipeline-model-parallel-size 2",
 }
 
 

@@ -133,14 +133,14 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     one = config.batch.micro_batch_size * p.data_parallel_size
     count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
     # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes
-    if points[0].layers and p.rank_order.endswith("-pp"):
+    if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
         ranks = min(ranks, SHORT)
     chunks = min(len(cut), SHORT) if points[0].layers else len(cut)
     # a first step learns the order of gathers, and has no state that comes back from the host
     learns = p.zero >= 3 or p.optimizer_state_offload
     if p.overlap_moe_expert_parallel_comm:
         counts = sorted({min(count, each * ranks) for each in PAIRS})
-    elif ranks > SHORT or ranks == 1:
+    elif ranks > SHORT or ranks == 1 or p.defer_embedding_wgrad_compute:
         unit = p.microbatch_group_size_per_virtual_pipeline_stage or ranks
         counts = [min(count, few_of(config) + (2 * max(ranks, unit) if ranks > 1 else 1))]
     else:

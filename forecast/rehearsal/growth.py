@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from forecast.rehearsal.run import Rehearsed
 
 SUMS = "the gradient sums"
-# of an F overlapping a B that of the B: only it writes gradients
-MICRO_BATCH = re.compile(r"(?:.* overlapping )?(?:F|B|BW|W) chunk \d+ micro-batch (\d+)")
+MICRO_BATCH = re.compile(  # of an F overlapping a B that of the B: only it writes gradients
+    r"(?:.* overlapping )?(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) "
+    r"micro-batch (\d+)"
+)
 
 
 def grown(seen: "Rehearsed") -> Iterator[Finding]:

@@ -69,6 +69,7 @@ def phase_of(action: str) -> str:
         ("B ", "backward"),
         ("BW ", "backward"),
         ("W ", "wgrad"),
+        ("the output layer's deferred", "wgrad"),
         ("the gradient sums", "grad sum"),
         ("the update", "update"),
     ):

@@ -243,8 +243,9 @@ class ColumnParallelLinear(_ParallelLinear):
     out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its
     own. pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
     weight: share this parameter (tied embeddings) instead of making one. output_layer: the model's
-    last layer, which a loss in chunks multiplies by. bias: whether there is one, cut as the rows
-    are. Raises ValueError where a section does not divide by the tensor-parallel size.
+    last layer, whose weight gradients --defer-embedding-wgrad-compute puts off. bias: whether there
+    is one, cut as the rows are. Raises ValueError where a section does not divide by the
+    tensor-parallel size.
     """
 
     cuts = {"x": "sp", "w": "rows", "dy": "k", "wt": "k"}
@@ -319,7 +320,7 @@ class AllGatherMatmul(torch.autograd.Function):
         made = saved_ctx.operands and saved_ctx.operands.take("dy")
         operand, turned = made or (layer.operand(dy, "dy"), None)
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
-        deferred = queue.defers()
+        deferred = queue.defers(layer.output_layer)
         x = next(iter(saved_ctx.saved_tensors), None)  # None: the weight is frozen
         dx = scattering = again = None
         if x is not None and not deferred:
@@ -338,7 +339,7 @@ class AllGatherMatmul(torch.autograd.Function):
                 layer.wgrad(gathering.gathered(), dy_operand, which)
                 gathering.close()
 
-            queue.put(wgrad, (shard, dy_operand))
+            queue.put(wgrad, (shard, dy_operand), layer.output_layer)
         if scattering is not None:
             scattering.wait()
         return dx, None, None, None

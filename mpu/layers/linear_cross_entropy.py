@@ -122,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = x, targets, with_z_loss(log_sum, dloss, ctx)
         dloss = dloss.reshape(-1).to(ctx.accumulate).contiguous()
         needs_dx, trains = saved_ctx.needs_input_grad[:2]
-        deferred = ctx.queue.defers()
+        deferred = ctx.queue.defers(head.output_layer)
         dx = None
         if needs_dx or not deferred:
             rows = _gather(saved[0], head, head.on_backward)
@@ -137,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 again = _gather(saved[0], head, head.on_wgrad)
                 _add_gradients(head, again, saved[1:], dloss, size, None, wgrad=True)
 
-            ctx.queue.put(wgrad, (*saved, dloss))
+            ctx.queue.put(wgrad, (*saved, dloss), head.output_layer)
         if dx is None:
             return None, None, None, None, None
         dx = dx.to(x.dtype).view(-1, *saved[0].shape[1:])

@@ -8,6 +8,7 @@
            in a split schedule the weights' gradients wait
         F with B    wait for both inputs, run the two interleaved, send both outputs
         W  compute the weights' gradients that waited
+    compute the output layer's weight gradients that waited (Schedule.deferred)
     Sends are asynchronous too (mpu/comm/p2p.py, SendQueue): they run under the next actions.
 
 A B sends no gradient to stages before the first in which anything trains: B and W do nothing there.
@@ -67,7 +68,8 @@ class Engine:
     of the hidden states that travel. schedule: the last one run. spans: None, or a list that each
     run replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of
     time.perf_counter; BW is B and W in one. Of the time of an F with a B and its W the F is given a
-    third. frozen: (pipeline rank, chunk) of each stage where nothing trains (mpu/zero/frozen.py).
+    third. What Schedule.deferred puts after the last action is in none of them. frozen: (pipeline
+    rank, chunk) of each stage in which nothing trains (mpu/zero/frozen.py).
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Engine:
             running = _Run(self, schedule, forward, shape, send_queue, during=during, first=first)
             for step in steps:
                 running.do(step, clock)
+            running.drain()
             self.monitor.action = f"waiting for its last messages to be sent{during}"
         if clock is not None:
             self.spans = clock.spans()
@@ -260,15 +263,23 @@ class _Run:
                 self.outputs[chunk, i] = get_gradient_edge(out)
         return None if step.stage == self.last else out.detach()
 
+    def drain(self) -> None:
+        """Compute what the output layer deferred, in the order of the micro-batches."""
+        for chunk, i in sorted(self.deferred):
+            doing = f"the output layer's deferred W of micro-batch {i}"
+            self.engine.monitor.action = f"{doing} in stage {self.last}{self.during}"
+            run_deferred(self.deferred.pop((chunk, i)))
+
     def _backward(self, step: Step, dy: Tensor | None, fused: bool) -> Tensor | None:
         _, chunk, i = step.action
         if step.stage < self.first:
             return None
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
-        if not fused:
-            queue.defer()
+        defers = not fused or (step.stage == self.last and self.schedule.deferred)
+        if defers:
+            queue.defer(output_layer_only=fused)
         torch.autograd.backward((edge,), (dy,))  # dy is None for a scalar loss
-        if not fused:
+        if defers:
             self.deferred[chunk, i] = queue.take()
         x = self.inputs.pop((chunk, i), None)
         return None if x is None else x.grad

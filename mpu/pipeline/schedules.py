@@ -49,6 +49,7 @@ class Schedule:
     # chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends; else
     # stage = chunk p + rank
     v_shape: bool = False
+    deferred: bool = False  # the output layer's W's come at the end
     # of each rank: the numbers of the F's that overlap the B and W after them
     pairs: tuple[range, ...] = ()
 

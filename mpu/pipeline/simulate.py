@@ -226,6 +226,7 @@ def _peaks(
 ) -> tuple[float, float, float]:
     trains = any(action.kind == "B" for action in schedule.ranks[rank])
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    split, last, deferred = schedule.split, schedule.stages - 1, schedule.deferred
     b = w = most_b = most_w = most = 0.0
     overlapped = 0.0  # of an F, whose layers come as those of the B go
     pairs = schedule.overlapped_forwards(rank)
@@ -238,9 +239,9 @@ def _peaks(
         elif kind == "B":
             b += overlapped - for_b[stage]
             overlapped = 0.0
-            if schedule.split:
+            if split or (stage == last and deferred):  # the latter: after the last action
                 w += for_w[stage]
-        elif schedule.split:
+        elif split:
             w -= for_w[stage]
         most_b, most_w, most = max(most_b, b), max(most_w, w), max(most, b + w)
     return most_b, most_w, most

@@ -10,6 +10,7 @@ that a share is whole blocks. A bucket has
 
     stages 0 to 2   parameters of one pipeline chunk, until there are `size` elements
     stage 3         parameters of one transformer block, or neighbours outside of any block
+    late            parameters whose gradients come when backward is over (a deferred output layer)
     last            parameters whose gradient is summed over another axis too (tied embeddings over
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 
@@ -79,11 +80,12 @@ class ParamEntry(NamedTuple):
     axes: tuple[str, ...] = ()
     cut: str = "tp"  # the axis that cuts it
     group: str = ""  # the model's parameter group, for the optimizer
+    late: bool = False  # its last gradient comes after those of all other parameters of the rank
     frozen: bool = False  # it has no gradient, and is reduced over no axis
 
     def as_frozen(self) -> "ParamEntry":
         """Return what a frozen parameter has of this."""
-        return self._replace(axes=(), frozen=True)
+        return self._replace(axes=(), late=False, frozen=True)
 
 
 def entries_of(
@@ -104,6 +106,7 @@ def entries_of(
             axes=axes,
             cut=place.axis.name,
             group=group_of(param),
+            late=getattr(param, "late", False) and not axes,
         )
         found.append(entry if param.requires_grad else entry.as_frozen())
     return found
@@ -118,6 +121,7 @@ class BucketLayout(NamedTuple):
     axes: tuple[str, ...] = ()
     sharing: Sharing = Sharing()
     groups: tuple[str, ...] = ()  # of its parameters
+    late: bool = False  # as in ParamEntry, for all of them
     frozen: bool = False  # as in ParamEntry, for all of them
 
     @property
@@ -170,7 +174,7 @@ def make_buckets(
     groups: list[list[ParamEntry]] = []
     summed_twice: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
     latest: dict[tuple[str, bool], list[ParamEntry]] = {}  # the group that a kind adds to
-    ordered = sorted(reversed(entries), key=lambda e: -e.chunk)
+    ordered = sorted(reversed(entries), key=lambda e: (e.late, -e.chunk))
     for entry in ordered:
         if entry.axes:
             summed_twice.setdefault((entry.axes, entry.cut), []).append(entry)
@@ -178,7 +182,7 @@ def make_buckets(
         by_block = sharing[entry.cut].zero_stage == 3
         kind = entry.cut, entry.frozen
         group = latest.get(kind, [])
-        other = group and group[-1].chunk != entry.chunk
+        other = group and (group[-1].chunk, group[-1].late) != (entry.chunk, entry.late)
         if by_block:
             other = other or (group and block_of(group[-1].name) != block_of(entry.name))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
@@ -214,6 +218,7 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing) -> BucketLayout:
         axes,
         sharing=sharing,
         groups=tuple(entry.group for entry in group),
+        late=group[0].late,
         frozen=frozen,
     )
 

@@ -188,7 +188,8 @@ class ParamAndGradBuffer(GradientSink):
         With overlap_param_gather this does not wait for them.
         """
         self.weight_rows.clear()
-        for bucket in reversed(self.buckets):  # about the order of the next forward
+        forward = sorted(reversed(self.buckets), key=lambda bucket: bucket.layout.late)
+        for bucket in forward:  # about the order of the next forward
             if bucket.shard is not None and not bucket.sharded:
                 own, into, label = bucket.param_shard, bucket.weights, Label(bucket, "update")
                 _, bucket.gathering = all_gather(own, bucket.shard, True, into=into, label=label)

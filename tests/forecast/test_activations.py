@@ -215,3 +215,18 @@ def test_recomputed_layers_are_kept_once_while_they_run_again():
     # the layer that is kept is gone when the other one, whose input it had, runs again
     (fullest,) = {max(m.kinds.get(WORKING, 0) for m in first.moments())}
     assert layer < fullest < layer + 3 * gradients(config)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("v", [1, 2])
+def test_what_the_output_layer_defers(v):
+    """The gradient of its logits and its input, of each micro-batch: all of them wait."""
+    more = f"--num-virtual-stages-per-pipeline-rank {v} " * (v > 1) + UNTIED
+    config, ranks = recorded(f"{PIPELINE} 16 {more} --defer-embedding-wgrad-compute", 4)
+    logits, one_input, waiting = 32 * 2 * 16 * 4, 32 * 2 * 64 * 4, 8
+    assert [rank.most(LOGITS) // logits for rank in ranks] == [0, 0, 0, waiting]
+    late = [m for m in ranks[3].moments() if str(m.action).startswith("the output layer's")]
+    assert len(late) == waiting
+    for n, (_, kinds, _) in enumerate(late):
+        assert kinds[LOGITS] == (waiting - n) * logits
+        assert is_few(kinds[ACTIVATIONS] - (waiting - n) * one_input - ROPE)

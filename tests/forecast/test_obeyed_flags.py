@@ -150,6 +150,10 @@ PASSED_BY = {  # what a fork does, and the flags that no longer reach anything
         },
         FLAGS[5:],
     ),
+    "plain head": (
+        {"weight=shared, output_layer=True, bias": "weight=shared, bias"},
+        ("--defer-embedding-wgrad-compute",),
+    ),
     "loss of torch": (
         {
             "return output_loss(self.head, h, labels, v, self.ctx, self.logits)":
@@ -177,9 +181,10 @@ def test_a_flag_that_reaches_nothing_is_refused(tmp_path, name):
     edits, flags = PASSED_BY[name]
     path = fork(tmp_path, name, edits)
     for each in flags:
-        argv = [*SIZES.split(), *each.split(), "--model-file", str(path)]
+        more = "--pipeline-model-parallel-size 2" if "defer" in each else ""
+        argv = [*SIZES.split(), *each.split(), *more.split(), "--model-file", str(path)]
         named = "--offload-modules mlp.down" if name == "inner call" else each.split(" ")[0]
-        config = parse(argv, 1)
+        config = parse(argv, 2 if more else 1)
         with pytest.raises(ValueError, match=f"^{named}.*{re.escape(str(path))}"):
             check_flags(config, model_provider)
 
@@ -220,7 +225,7 @@ WAYS = (  # of two ranks: what acts on a layer's matmuls, weights and their grad
     dict(tp=2, dp=1, m=1, sp=True, path="symmetric", recompute="selective"),
     dict(tp=1, dp=2, m=1, zero=3, gather=True, recompute="full"),
     dict(tp=1, dp=1, m=3, pp=2, schedule="zb-h1"),
-    dict(tp=1, dp=1, m=3, pp=2, schedule="1f1b"),
+    dict(tp=1, dp=1, m=3, pp=2, schedule="1f1b", defer=True, limit=1),
 )
 
 

@@ -43,7 +43,7 @@ LARGER = {
     "level 2, tp 2 + sp": dict(tp=2, sp=True, zero=2),
     "level 3, tp 2 + sp": dict(tp=2, sp=True, zero=3, gather=True, dtype="bfloat16"),
     "level 3, pp 2": dict(pp=2, zero=3, m=3, layers=8, gather=True),
-    "level 2, pp 2": dict(pp=2, zero=2, tied=False, layers=8),
+    "level 2, pp 2, head deferred": dict(pp=2, zero=2, tied=False, layers=8, defer=True),
     "level 1, zb-v": dict(pp=2, zero=1, m=3, layers=8, schedule="zb-v", v=2),
 }
 

@@ -39,7 +39,7 @@ def cases(size: int) -> list[dict]:
         for case in found
         if case["dp"] > 1 and not case["masks"]
         for how in (
-            dict(schedule="1f1b"),
+            dict(schedule="1f1b", defer=True),
             dict(schedule="zb-h1"),
             dict(schedule="zb-v", recompute="full", layers=4),
         )
@@ -72,7 +72,7 @@ def test_zero_and_deferral_change_no_bit(world):
     base = BASE | dict(dp=2, lr=1e-2, clip=0.1, dtype="bfloat16")
     results = [world(2).run(run_layout, base | dict(zero=zero), 3) for zero in (0, 3)]
     piped = BASE | dict(pp=2, lr=1e-2, clip=0.1, dtype="bfloat16")
-    hows = (dict(schedule="1f1b"), dict(schedule="zb-h1"))
+    hows = (dict(schedule="1f1b"), dict(schedule="1f1b", defer=True), dict(schedule="zb-h1"))
     waiting = [world(2).run(run_layout, piped | how, 3) for how in hows]
     for first, *others in (results, waiting):
         for mine, theirs in ((a, b) for other in others for a, b in zip(first, other, strict=True)):

@@ -38,7 +38,7 @@ ODD: dict[str, dict[str, Any]] = {
     "heads travel over cp": ALL | dict(cp=2, dp=2, ep=4, comm="a2a"),
     "dp fastest": TP | dict(dp=2, ep=2, order="dp-tp-cp-pp", zero=1),
     "pp fastest": PP | dict(order="pp-dp-tp-cp", zero=3, schedule="1f1b"),
-    "weight gradients wait": ALL | PP | dict(schedule="zb-h1"),
+    "weight gradients wait": ALL | PP | dict(schedule="1f1b", defer=True),
     "three of four experts": ALL
     | dict(dp=2, cp=2, ep=2, moe=SPARSE | dict(num_experts=4, moe_router_topk=3)),
     "one expert a token": ALL

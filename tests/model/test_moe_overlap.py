@@ -31,7 +31,7 @@ WAYS = [
 ]
 PIPES = [
     VIRTUAL | dict(zero=3, gather=True, moe=KINDS["sigmoid, shared"], dtype="bfloat16"),
-    VIRTUAL | dict(zero=1, recompute="full", tied=True),
+    VIRTUAL | dict(zero=1, recompute="full", tied=True, defer=True),
     dict(pp=2, schedule="1f1b", zero=2, moe=KINDS["qwen3"]),
     dict(pp=2, schedule="1f1b", m=1, tp=2, dp=1, sp=True),
 ]

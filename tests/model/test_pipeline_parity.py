@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from mpu.pipeline import engine
 from mpu.pipeline.schedules import CHUNKS, build
 from tests.model.twin import Twin, compare, run_layout, same_bits
 from tests.sampling import sampled
@@ -136,3 +137,46 @@ def test_the_order_of_groups_and_data_parallelism_change_no_bit(world):
     for one, other in pairs:
         a, b = bits(world, 4, one), bits(world, 4, other)
         assert a[:2] == b[:2] and same_bits(a[2], b[2]) and a[2].keys() == b[2].keys()
+
+
+SHARDED = [(1, {"zero": zero, "gather": zero == 3}) for zero in range(4)]  # over dp 2
+DEFERRED = [
+    case_of(schedule, 2, 4, tp, 2 // tp, tied, recompute=recompute, **more)
+    for schedule in ("gpipe", "1f1b", "interleaved")
+    for tied in (False, True)
+    for recompute in (None, "full")
+    for tp, more in ((2, {"sp": True}), (2, {"sp": False}), *SHARDED)
+]
+SOME = [  # schedule, tied, recompute, sp, zero
+    ("interleaved", False, "full", False, 3),
+]
+
+
+def told(case: dict) -> tuple:
+    return tuple(case.get(key) for key in ("schedule", "tied", "recompute", "sp", "zero"))
+
+
+def alike(comm, case: dict) -> None:
+    """Hold on one rank that deferring the output layer's gradients changes no bit of a run."""
+    case = case | dict(dtype="float32", lr=1e-2, clip=0.1)
+    at_once, run, counts = run_layout(comm, case, 2), engine.run_deferred, []
+    engine.run_deferred = lambda works: (counts.append(len(works)), run(works))
+    try:
+        waiting = run_layout(comm, case | {"defer": True}, 2)
+    finally:
+        engine.run_deferred = run
+    on_last = "head.weight" in waiting["weights"]
+    assert counts == [1] * (2 * case["m"] * on_last), "one for each micro-batch waits"
+    for key in ("losses", "norms"):
+        assert at_once[key] == waiting[key] and len(set(waiting[key])) == 2
+    assert at_once["weights"].keys() == waiting["weights"].keys()
+    assert same_bits(at_once["weights"], waiting["weights"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if told(c) in SOME else pytest.mark.prove) for c in DEFERRED],
+    ids=lambda case: "-".join(map(str, told(case))),
+)
+def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
+    world(4).run(alike, case)

@@ -75,6 +75,7 @@ def config_of(case: dict) -> Config:
             num_virtual_stages_per_pipeline_rank=case.get("v"),
             microbatch_group_size_per_virtual_pipeline_stage=case.get("group"),
             pipeline_model_parallel_layout=case.get("layout"),
+            defer_embedding_wgrad_compute=case.get("defer", False),
             sequence_parallel=case["sp"],
             expert_model_parallel_size=case.get("ep", 1),
             moe_token_dispatcher_type=case.get("dispatch", "allgather"),

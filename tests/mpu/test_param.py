@@ -144,6 +144,20 @@ def test_the_queue_keeps_order():
     assert seen == [0, 3, 1, 2] and not kept
 
 
+def test_the_queue_keeps_the_output_layers_alone():
+    queue, seen = WeightGradientQueue(), []
+    queue.defer(output_layer_only=True)
+    assert queue.defers(output_layer=True) and not queue.defers()
+    queue.put(lambda: seen.append(0), (), output_layer=True)
+    queue.put(lambda: seen.append(1))
+    kept = queue.take()
+    queue.defer()  # of all layers again
+    queue.put(lambda: seen.append(2))
+    assert seen == [1] and len(queue.take()) == len(kept) == 1
+    run_deferred(kept)
+    assert seen == [1, 0]
+
+
 def test_a_deferred_gradient_is_freed_as_soon_as_it_is_done():
     queue, refs, alive = WeightGradientQueue(), [], []
     queue.defer()

@@ -81,7 +81,18 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "1f1b", {"layers": 3, "more": ("--pipeline-model-parallel-layout", "E|tttL")}),
     (2, 2, 1, "zb-h1", {"micro_batches": 3, "tied": True}),
     (2, 2, 1, "zb-h1", {"more": ("--fused-linear-cross-entropy",)}),
-    (2, 2, 1, "1f1b", {"more": ("--fused-linear-cross-entropy",)}),
+    (
+        2,
+        2,
+        1,
+        "1f1b",
+        {
+            "more": (
+                "--fused-linear-cross-entropy",
+                "--defer-embedding-wgrad-compute",
+            )
+        },
+    ),
     (2, 2, 1, "zb-v", {"tied": True, "more": FULL}),
     (2, 2, 1, "interleaved", {"sequence_parallel": False, "tied": True}),
     (2, 1, 2, "1f1b", {"tied": True, "micro_batches": 3, "more": ("--fp64",)}),

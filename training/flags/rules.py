@@ -10,6 +10,7 @@ waits for another rank, so a mistake is reported before the first collective.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mpu.pipeline.schedules import SPLIT
 from training.flags import (
     compute_rules,
     expert_rules,
@@ -69,6 +70,9 @@ def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
     for name in ("--finetune", "--no-load-optim"):
         if name in given and "--use-checkpoint-opt-param-scheduler" in given:
             yield f"--use-checkpoint-opt-param-scheduler has no effect with {name}"
+    deferring, schedule = "--defer-embedding-wgrad-compute", given.get("--pipeline-schedule")
+    if deferring in given and schedule in SPLIT:
+        yield f"{deferring} has no effect: {schedule} defers every weight gradient"
 
 
 def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:

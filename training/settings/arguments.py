@@ -18,7 +18,7 @@ from mpu.layers.attention.backends import BACKENDS
 from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import RECIPES
 from mpu.pipeline.schedules import NAMES as SCHEDULES
-from mpu.pipeline.schedules import V_SHAPED
+from mpu.pipeline.schedules import SPLIT, V_SHAPED
 from training.settings.param_groups import PARAM_GROUP
 from training.settings.setting import (
     DIRECTORY,
@@ -528,6 +528,11 @@ class Pipeline:
         off="left out, balanced by cost",
         excludes=("--num-layers-per-virtual-pipeline-stage",),
     )
+    defer_embedding_wgrad_compute: bool = setting(
+        False,
+        "compute the output layer's weight gradients when its pipeline rank has nothing else "
+        "left to do; the memory they wait in grows with the micro-batches",
+    )
 
 
 @dataclass(frozen=True)
@@ -835,6 +840,14 @@ class ParallelConfig(Communication, Kernels, Recompute, Zero, Pipeline, Layout):
     def schedule(self) -> str:
         """Return the name of the pipeline schedule."""
         return self.pipeline_schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
+
+    @property
+    def defers_output_layer(self) -> bool:
+        """Return whether the output layer's weight gradients wait until a rank's backward is over.
+
+        A split schedule defers all weight gradients, each until its own W.
+        """
+        return self.defer_embedding_wgrad_compute and self.schedule not in SPLIT
 
     @property
     def virtual_stages(self) -> int:

@@ -87,6 +87,10 @@ def as_configured(config: Config, model: nn.Module, ctx: LayerContext) -> None:
     """Let a new model do what the flags ask of its layers. Raises ValueError where it cannot."""
     check_modules(config, model)
     in_float8(config, model, ctx)
+    if config.parallel.defers_output_layer:
+        for layer in model.modules():
+            if getattr(layer, "output_layer", False):
+                layer.weight.late = True  # type: ignore[union-attr]
 
 
 def check_modules(config: Config, model: nn.Module) -> None:

@@ -4,6 +4,7 @@
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
+from dataclasses import replace
 from typing import Any
 
 from mpu.pipeline import schedules, stage_layout
@@ -57,7 +58,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
     """
     p, one = config.parallel, config.batch.micro_batch_size
     try:
-        return schedules.build(
+        schedule = schedules.build(
             p.schedule,
             p.pipeline_model_parallel_size,
             micro_batches,
@@ -71,12 +72,16 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
             f"--pipeline-schedule {p.schedule} at --global-batch-size {micro_batches * one * dp} = "
             f"{micro_batches} micro-batches of {one} x {dp} data-parallel ranks: {error}"
         ) from None
+    if p.defers_output_layer:
+        schedule = replace(schedule, deferred=True)
+    return schedule
 
 
 def head_again(config: Config) -> tuple[bool, bool]:
     """Return whether B, and whether W, computes the logits again (--fused-linear-cross-entropy)."""
     p = config.parallel
-    return p.fused_linear_cross_entropy, p.fused_linear_cross_entropy and p.schedule in SPLIT
+    waits = p.defer_embedding_wgrad_compute or p.schedule in SPLIT
+    return p.fused_linear_cross_entropy, p.fused_linear_cross_entropy and waits
 
 
 def recomputed_layers(config: Config, stage: Stage) -> int:
@@ -145,6 +150,11 @@ def check(config: Config) -> None:
     if p.schedule == "interleaved" and v == 1:
         raise UsageError(
             f"--pipeline-schedule interleaved needs {VIRTUAL} of at least 2, or another flag for v"
+        )
+    if p.defer_embedding_wgrad_compute and size == 1:
+        raise UsageError(
+            f"--defer-embedding-wgrad-compute fills a pipeline's bubble: it needs {SIZE} of at "
+            "least 2"
         )
     chunks = v if p.schedule == "interleaved" else CHUNKS[p.schedule]
     if v != chunks:

@@ -259,7 +259,7 @@ def test_state_in_host_memory_is_tried_where_a_layout_does_not_fit_without() -> 
     assert plans.bytes[n] == pytest.approx(dry_run_bytes(run), rel=0.05)
     assert run.bytes == pytest.approx(dry_run_bytes(run), rel=0.02)
     ranks = record(config_of(run), pretrain_llama).values()
-    assert run.in_host == 8 * max(rank.copied()[0] for rank in ranks) > 0
+    assert run.in_host == 8 * max(rank.recorder.down for rank in ranks) > 0
 
 
 def test_every_layout_that_the_flags_allow_is_there_once(plans: Plans) -> None:

@@ -48,6 +48,7 @@ CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", "--reset-position-ids --reset-attention-mask --eod-mask-loss", "--eod-mask-loss",
      "--reset-position-ids"],
     ["", "--untie-embeddings-and-output-weights"],
+    ["", "", "", "--defer-embedding-wgrad-compute", "--defer-embedding-wgrad-compute"],
     ["", "", "", f"{EXPERTS} 2 {TO} alltoall", f"{EXPERTS} 1 --moe-router-pre-softmax {TO} auto",
      f"{EXPERTS} 2 {TO} allgather --moe-shared-expert-intermediate-size 512"],
     [f"{EP} 2", f"{EP} 2", f"{EP} 4", f"{EP} 8", ""],

@@ -32,6 +32,7 @@ def step(*actions: str, freed: dict[int, int]) -> list[Event]:
 
 
 BACKWARDS = [f"BW chunk 0 micro-batch {i} in stage 1" for i in range(4)]
+SENT = "waiting for its last messages to be sent"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,12 @@ BACKWARDS = [f"BW chunk 0 micro-batch {i} in stage 1" for i in range(4)]
 )
 def test_what_each_micro_batch_keeps_is_a_leak(freed, said):
     assert leaks(step(*BACKWARDS, freed=freed)) == said
+
+
+def test_messages_that_leave_while_the_output_layer_catches_up_are_none():
+    late = [f"the output layer's deferred W of micro-batch {i} in stage 1" for i in range(2)]
+    freed = {0: 2, 1: 3, 2: 6, 3: 6, 4: 6, 5: 6}
+    assert leaks(step(*BACKWARDS, *late, SENT, freed=freed)) == []
 
 
 def test_what_a_forward_keeps_that_overlaps_a_backward_is_none():

@@ -79,6 +79,12 @@ LAYOUTS += [  # float8 by recipe
     (2, WIDE + "e4m3 --fp8-recipe mxfp8 --rehearse-device b200 " + SP),
     (2, WIDE + "e4m3 --fp8-recipe rowwise " + CP + "2 --cp-comm-type p2p"),
 ]
+DEFERRED = "--defer-embedding-wgrad-compute --ddp-bucket-size 20000 " + GRADS + GATHERS
+LAYOUTS += [
+    (4, PP + "2 " + ZERO[1] + DEFERRED),
+    (4, PP + "2 " + ZERO[2] + DEFERRED + VP),
+    (4, PP + "2 " + ZERO[3] + DEFERRED),
+]
 QUICK = (29,)
 
 

@@ -33,6 +33,8 @@ LAYOUTS = {
     "offload, recomputed": (2, "--zero-stage 3 --overlap-param-gather --global-batch-size 16 "
                                "--recompute-granularity full --cpu-offload-activations "
                                "--min-offloaded-tensor-size 1"),
+    "deferred": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 "
+                    "--defer-embedding-wgrad-compute --global-batch-size 8"),
     "experts, recomputed": (2, "--pipeline-model-parallel-size 2 --global-batch-size 8 "
                                "--num-experts 4 --expert-tensor-parallel-size 1 "
                                "--moe-router-topk 2 --recompute-granularity full "

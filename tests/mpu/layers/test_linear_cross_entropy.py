@@ -29,7 +29,7 @@ def run(fused, dtype, s=7, h=12, v=1001, deferred=False, mode=None):
     dloss = (torch.randint(0, 5, (s, 3), generator=g) / 8).to(wide)  # some are masked
     ctx.sink.main_grad(head.weight)
     if deferred:
-        ctx.queue.defer()
+        ctx.queue.defer(output_layer_only=True)
     with mode or torch.enable_grad():
         if fused:
             loss = chunked.linear_cross_entropy(head, x, labels, v)

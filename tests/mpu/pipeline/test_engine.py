@@ -115,10 +115,10 @@ def test_live_activations_are_those_of_the_simulation(world, pp, m):
         assert [r["bytes"] for r in results] == [most for *_, most in held], name
 
 
-def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
+def left_early(comm, name: str, defer: bool) -> list[tuple[set[int], bool]]:
     """Return, for each gradient bucket, its chunks and whether it left before the step's end."""
     case = dict(schedule=name, pp=2, v=CHUNKS[name], m=4, tp=1, dp=2, sp=False, tied=False,
-                recompute=None, layers=8, rows=8)  # fmt: skip
+                recompute=None, layers=8, rows=8, defer=defer)  # fmt: skip
     run = pretrain_llama.build(
         config_of(case), comm.grid(pp=2), torch.device("cpu"), FailureMonitor()
     )
@@ -135,12 +135,17 @@ def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
     return found
 
 
-@pytest.mark.parametrize("name", sampled([*CHUNKS], 3))
-def test_buckets_hold_one_chunk_and_leave_when_its_last_gradient_is_done(world, name):
-    for found in world(4).run(left_early, name):
+@pytest.mark.parametrize(
+    "name, defer",
+    sampled([("interleaved", True), ("1f1b", True), *((name, False) for name in CHUNKS)], 3),
+)
+def test_buckets_hold_one_chunk_and_leave_when_its_last_gradient_is_done(world, name, defer):
+    for rank, found in enumerate(world(4).run(left_early, name, defer)):
         assert len(found) > CHUNKS[name] and all(launched for _, launched in found)
         assert [len(chunks) for chunks, _ in found] == [1] * len(found), "chunks share a bucket"
         order = [min(chunks) for chunks, _ in found]
+        if defer and rank >= 2:  # the output layer's is last
+            assert order.pop() == CHUNKS[name] - 1
         assert order == sorted(order, reverse=True) and set(order) == set(range(CHUNKS[name]))
 
 

@@ -239,6 +239,25 @@ def test_in_a_pipeline_buckets_leave_with_their_last_gradient(world, zero, sched
                 )
 
 
+@pytest.mark.parametrize(
+    "zero, schedule", sampled([(z, s) for s in ("1f1b", "interleaved") for z in (3, 0, 1, 2)], 5)
+)
+def test_the_output_layers_bucket_leaves_last_where_its_gradients_are_deferred(
+    world, zero, schedule
+):
+    """So that the other buckets leave under backward, and their sums travel under its matmuls."""
+    v = 2 if schedule == "interleaved" else None
+    case = dict(zero=zero, pp=2, schedule=schedule, v=v, m=4, rows=16, layers=8, defer=True)
+    for rank, events in enumerate(events_of(world, case, 2, ranks=4)):
+        left = buckets_of(events, "sum")
+        actions = [event.action for event in events if event.what == "sum"]
+        deferred = [action.startswith("the output layer's deferred W") for action in actions]
+        assert left == list(range(len(left))) and len(left) > 3
+        assert deferred == [False] * (len(left) - 1) + [rank >= 2]
+        gathers = buckets_of(events, "gather")
+        assert not gathers or gathers[-1] == (left[-1] if rank >= 2 else 0) or zero == 3
+
+
 def turns(events: list[Event]) -> list[tuple[int, int, int]]:
     """Cut a step into uses of one block after another: (block, first use, last release)."""
     found: list[tuple[int, int, int]] = []

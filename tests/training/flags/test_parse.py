@@ -11,6 +11,7 @@ from training.data.build import validation_sets
 from training.flags.parse import UsageError, parse
 from training.run.step import CONTINUE, Step
 from training.run.watch.intervals import Intervals
+from training.settings.pipeline_schedule import schedule_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -184,6 +185,17 @@ def test_flags_in_quotes_are_one_word():
         UsageError, match=r"Tokenizer --tokeniz.* \.\.\.' came as one word: leave out"
     ):
         parse([*SMALL.split(), quoted], 1)
+
+
+def test_deferring_the_output_layer_needs_a_pipeline_whose_schedule_does_not():
+    flags = "--defer-embedding-wgrad-compute --global-batch-size 8"
+    with pytest.raises(UsageError, match="it needs --pipeline-model-parallel-size of at least 2"):
+        read(flags)
+    two = flags + " --pipeline-model-parallel-size 2"
+    plain, split = (read(two + more, world=2) for more in ("", " --pipeline-schedule zb-h1"))
+    assert [schedule_of(each, 8).deferred for each in (plain, split)] == [True, False]
+    note = "--defer-embedding-wgrad-compute has no effect: zb-h1 defers every"
+    assert [any(n.startswith(note) for n in c.notes) for c in (plain, split)] == [False, True]
 
 
 def test_gpt2s_tokenizer_reads_its_own_two_flags(tmp_path):

@@ -45,6 +45,7 @@ from training.run.state import Run
 
 INPUT_GRAD = "input gradient"
 WHERE = re.compile(r"chunk (\d+) micro-batch (\d+) in stage (\d+)")
+DEFERRED = re.compile(r"deferred W of (micro-batch) (\d+) in stage (\d+)")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # of a stack that torch keeps
 NEAR = 16  # tensors that are remembered: an input that is one of them is not written again
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -240,7 +241,7 @@ class Recorder:
         forward, _, backward = self.run.monitor.action.partition(" overlapping ")
         inside = self.tracker is not None and self.tracker.in_backward
         action = backward if backward and inside else forward
-        found = WHERE.search(action)
+        found = WHERE.search(action) or DEFERRED.search(action)
         number, stage = (int(found[2]), int(found[3])) if found else (0, 0)
         batch = self.batches[min(number, len(self.batches) - 1)]
         return {
