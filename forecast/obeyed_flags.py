@@ -8,6 +8,7 @@ nobody would notice: here the run is refused, in a sentence that names the flag 
 
     flag                               the model must
     --fused-linear-cross-entropy       compute its loss by output_loss(head, ...)
+    --norm-backend apex, te            have RMSNorm modules, whose own forward calls the kernel
     --attention-backend, but for auto  attend by core_attention_of(ctx); fused: without a window
     --fp8-format                       have parallel linears in its layers, which multiply
     --recompute-granularity selective  wrap its core attention in recompute.selective
@@ -33,10 +34,12 @@ from torch import Tensor, nn
 
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
-from mpu.layers import cross_entropy
-from mpu.layers.attention.core import CoreAttention
+from mpu.layers import cross_entropy, fused
+from mpu.layers.attention.core import CoreAttention, core_attention
+from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.context_attention import ContextAttention
 from mpu.layers.float8.recipe import Float8
+from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.meta_tensors import META, MetaOperations
@@ -112,7 +115,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     """
     required = list(_functions(config))
     p, g = config.parallel, config.gpu
-    modules = (config.float8.fp8_format, g.offload_modules)
+    modules = (p.norm_backend != "weft", config.float8.fp8_format, g.offload_modules)
     if not (required or any(modules) or p.defer_embedding_wgrad_compute):
         return
     listener = _Listener(config, provider)
@@ -142,6 +145,12 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
                 f"--offload-modules {name}: {file} does not call this module, so what it keeps "
                 "would stay: name the module whose forward is called"
             )
+    if p.norm_backend != "weft":
+        flag = f"--norm-backend {p.norm_backend}"
+        norms = {name: m for name, m in model.named_modules() if isinstance(m, RMSNorm)}
+        for norm in norms.values():
+            norm.check_backend(p.norm_backend)
+        _used_flags(flag, file, listener, norms, "the norm's kernel")
     if config.float8.fp8_format is not None:
         flag = f"--fp8-format {config.float8.fp8_format}"
         layers = {name: m for name, m in model.named_modules() if in_float8(m)}
@@ -259,12 +268,14 @@ class _Listener:
     def run(self) -> nn.Module:
         """Run the whole model's forward, and return the model."""
         attention: Any = CoreAttention
-        real, stats = attention.attend, cross_entropy.softmax_stats
+        real, stats, fits = attention.attend, cross_entropy.softmax_stats, fused.fits
         attention.attend = self.noting_cores(real)  # before a layer keeps its core's
         cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)  # what every loss of ours calls
+        fused.fits = lambda *given, **more: False  # so that a norm calls its `passes`
         try:
             model = self.run_forward()
         finally:
+            fused.fits = fits
             attention.attend = real
             cross_entropy.softmax_stats = stats
         if LOSS in self.used:
@@ -307,7 +318,8 @@ class _Listener:
                 self.used.add(ATTENTION)
             if window:
                 self.used.add(WINDOW)
-            return real(core, q, k, v, packed, cache, window=window, **options)
+            stand_in = core_attention if isinstance(core, TransformerEngineAttention) else core
+            return real(stand_in, q, k, v, packed, cache, window=window, **options)
 
         return attend
 
@@ -325,8 +337,10 @@ class _Listener:
         return self.provider(config, ctx, recompute, stages)
 
     def listen_to(self, model: nn.Module) -> None:
-        """Hear layers in float8, and modules that --offload-modules names."""
+        """Hear norms, layers in float8, and modules that --offload-modules names."""
         for name, module in model.named_modules():
+            if isinstance(module, RMSNorm):
+                module.passes = _Passes(self, name, module.passes)
             if in_float8(module):
                 layer: Any = module
                 layer.operand_of_weight = self.noting(name, layer.operand_of_weight)
@@ -345,6 +359,13 @@ def _own_logits(model: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
     y = model.logits(h)
     hook.remove()
     return not any(given is h and made is y for given, made in calls)
+
+
+class _Passes:
+    """The norm's kernel of one module, whose calls are recorded."""
+
+    def __init__(self, listener: _Listener, name: str, passes: Any) -> None:
+        self.norm_forward = listener.noting(name, passes.norm_forward)
 
 
 class _Recompute(Recompute):

@@ -425,7 +425,7 @@ def record(
     warms_up: whether a rank on a GPU in a pipeline runs each chunk before the step, as it does.
     Raises what the program raises, before its first step too.
     """
-    size = config.parallel.pipeline_model_parallel_size
+    config, size = of_own_kernels(config), config.parallel.pipeline_model_parallel_size
     wanted = range(size) if ranks is None else ranks
     places = script.make_grid(config, Launch(member, config.parallel.world_size)).pp.ranks
     meeting, found, errors = _Meeting(size), dict[int, Recording](), list[BaseException]()
@@ -460,6 +460,15 @@ def record(
     for recording in found.values():
         recording.heard = meeting.heard
     return found
+
+
+def of_own_kernels(config: Config) -> Config:
+    """Return the config without kernels that take no meta tensors and that need not be installed
+    where a run is planned; they keep what ours keep.
+    """
+    p = config.parallel
+    own = replace(p, norm_backend="weft", attention_backend="auto", optimizer_backend="torch")
+    return replace(config, parallel=own)
 
 
 def overlap_of(config: Config) -> OverlapMap:

@@ -18,7 +18,7 @@ zero             flat buckets of weights and gradients, and their sums
 optim            the optimizer: norm, clip, update, state, offload
 kernels          Triton kernels
 native           the loader of the compiled library of csrc/
-accelerators     this rank's GPU, and why torch cannot use one
+accelerators     whether a package of kernels (apex, Transformer Engine) can be used
 launch           what the launcher says: this process's rank, where ranks meet
 mup              muP: what the width of a model scales
 param_grad       gradients in param.grad, for programs without mpu/zero

@@ -1,12 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's GPU, and why torch cannot use one that is here."""
+"""Say whether a GPU, and the package of kernels that a --*-backend flag names, can be used here.
 
+Weft runs without any of them. The packages are NVIDIA apex and Transformer Engine; each may
+be missing, built for another torch, or of no use on a device or for a dtype.
+"""
+
+import importlib
 from pathlib import Path
 
 import torch
 
 from mpu import driver
 from mpu.launch import Launch, hides_gpus, visible_gpus
+
+OWN = {  # the value of each flag that needs no package
+    "--norm-backend": "weft",
+    "--attention-backend": "auto",
+    "--optimizer-backend": "torch",
+}
+NAMES = {
+    "apex": "NVIDIA apex, built with its CUDA extensions,",
+    "te": "Transformer Engine",
+}
+FUSED_ADAM = {"apex": "apex.optimizers", "te": "transformer_engine.pytorch.optimizers"}
+TE_KERNELS = "transformer_engine_torch"  # importing transformer_engine.pytorch loads it
+APEX_NORM = "fused_layer_norm_cuda"
+# what must be importable, in this order; "module:name" needs the name in the module, too
+NEEDS = {
+    ("--norm-backend", "apex"): (APEX_NORM,),
+    ("--norm-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
+    ("--attention-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
+    ("--optimizer-backend", "apex"): (f"{FUSED_ADAM['apex']}:FusedAdam", "amp_C"),
+    ("--optimizer-backend", "te"): (f"{FUSED_ADAM['te']}:FusedAdam", TE_KERNELS),
+}
 
 
 def own_gpu(launch: Launch) -> torch.device:
@@ -43,3 +69,42 @@ def unusable_gpu() -> str:
         built = f"torch {torch.__version__} is built for ROCm {hip} and sees no device"
         return f"{here} is here, {built} ({why})" if here.exists() else ""
     return driver.why_unusable(torch.__version__, cuda, why, visible)
+
+
+def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return why `flag backend` cannot be followed for `dtype` on such a device, or "" if it can.
+
+    dtype: what the kernels compute in; for --optimizer-backend, of the masters. Imports the
+    package, so call it for the chosen backend only.
+    """
+    own = OWN[flag]
+    if backend == own:
+        return ""
+    if device_type != "cuda":
+        return f"{flag} {backend} has CUDA kernels only: use {flag} {own} on {device_type}"
+    if flag == "--optimizer-backend" and dtype != torch.float32:
+        return needs_fp32(backend, dtype)
+    if dtype == torch.float64:
+        return f"{flag} {backend} has no fp64: use {flag} {own}"
+    try:
+        for need in NEEDS[flag, backend]:
+            module, _, name = need.partition(":")
+            found = importlib.import_module(module)
+            if name:
+                getattr(found, name)
+    except Exception as error:  # a package that was built for another torch raises anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return (
+            f"{flag} {backend} needs {NAMES[backend]} which cannot be used here ({why}): "
+            f"install it or use {flag} {own}"
+        )
+    return ""
+
+
+def needs_fp32(backend: str, dtype: torch.dtype) -> str:
+    """Return the sentence that refuses masters of `dtype` for a backend of the optimizer."""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "
+        "use --optimizer-backend torch"
+    )

@@ -65,6 +65,7 @@ class LayerContext:
     # linear_cross_entropy (mpu/layers), with --fused-linear-cross-entropy
     loss_in_chunks: Callable[..., Tensor] | None = None
     cp_comm_type: str = "p2p"  # exchange of keys and values (mpu/layers/context_attention.py)
+    norm_backend: str = "weft"  # as --norm-backend
     attention_backend: str = "auto"  # as --attention-backend
     # losses added by `auxiliary_loss`
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)

@@ -194,9 +194,9 @@ MISTAKES = [
         "--main-grads-dtype bf16 needs --bf16",
     ),
     mistake(
-        "a package's kernel",
-        {"--optimizer-backend": "apex"},
-        "--optimizer-backend was removed: AdamW is torch's fused kernel; leave it out",
+        "apex on a CPU",
+        {"--device": "cpu", "--optimizer-backend": "apex"},
+        "--optimizer-backend apex needs --device cuda; on a CPU use torch",
     ),
     mistake("FSDP", {"--outer-dp-sharding-strategy": "optim"}, "optim: only no_shard is accepted"),
     mistake(

@@ -7,7 +7,7 @@ qkv                    q, k and v, where ranks share a key/value head, too
 attention              core attention: documents, windows, context parallelism
 context_attention      chooses the attention of a layer under context parallelism
 packed_seq_params      where documents begin and end
-fused, fused_gpu, rope    RMSNorm, RoPE, SwiGLU on CPUs and GPUs
+fused, fused_gpu, rope, norm_backends    RMSNorm, RoPE, SwiGLU on CPUs and GPUs
 experts, dispatch, expert_load    mixtures of experts
 float8                 the recipes of float8
 """

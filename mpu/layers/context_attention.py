@@ -34,6 +34,7 @@ from mpu.layers.attention.kv_exchange import (
 )
 from mpu.layers.attention.max_logits import HeadMaxima, head_maxima_of, note_rows
 from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows
+from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 COMM_TYPES = ("p2p", "all_gather", "a2a")
@@ -43,8 +44,10 @@ Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
 def core_attention_of(ctx: LayerContext) -> CoreAttention:
     """Return a layer's core attention, by the kernels that --attention-backend asks for.
 
-    With context-parallel ranks a ContextAttention.
+    With context-parallel ranks a ContextAttention; for te Transformer Engine's.
     """
+    if ctx.attention_backend == "te":
+        return TransformerEngineAttention(head_maxima_of(ctx))
     if ctx.grid.cp.size > 1:
         return ContextAttention(ctx)
     return CoreAttention(ctx.attention_backend, card_of(ctx.device), head_maxima_of(ctx))

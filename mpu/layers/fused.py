@@ -21,6 +21,7 @@ from mpu import native
 from mpu.context import LayerContext
 from mpu.layers import fused_gpu
 from mpu.layers.linear import AllGatherMatmul, ColumnParallelLinear, Operands, RowParallelLinear
+from mpu.layers.norm_backends import norm_backend
 from mpu.param import Region
 from mpu.torch_private import is_result_of
 
@@ -85,7 +86,8 @@ class RMSNorm(nn.Module):
     [s, b, a/t, d], is in Region.TENSOR_PARALLEL. The sink adds the gradients of w accordingly.
     zero_centered: a subclass sets it where the norm multiplies by 1 + w (Gemma; Megatron's
     --apply-layernorm-1p). In bf16 1 + w is in the accumulation dtype, which torch's operations take
-    and the fused kernels do not.
+    and the fused kernels do not. Raises ValueError where --norm-backend names a package and the
+    norm is zero-centered.
     """
 
     zero_centered = False
@@ -101,7 +103,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.ctx, self.eps = ctx, eps
         self.takes = self.gives = region  # what of the activations a rank has
+        self.check_backend(ctx.norm_backend)
+        self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
+
+    def check_backend(self, name: str) -> None:
+        """Raise ValueError where a norm by a package (--norm-backend) would be another function."""
+        if self.zero_centered and name != "weft":
+            raise ValueError(
+                f"--norm-backend {name}: this norm multiplies by 1 + w ({type(self).__name__}), "
+                "which only Weft's own does: omit the flag"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""
@@ -143,7 +155,7 @@ class _RMSNorm(torch.autograd.Function):
             call("norm_forward", x.dtype, x, branch, w, total, y, r, x.numel() // h, h, layer.eps)
             x = x if total is None else total
         else:
-            y, x, r = fused_gpu.norm_forward(x, branch, w, layer.eps, kind)
+            y, x, r = layer.passes.norm_forward(x, branch, w, layer.eps, kind)
         layer.ctx.sink.end_use(weight)
         saved_ctx.save_for_backward(x, r)
         return y, x
@@ -167,7 +179,8 @@ class _RMSNorm(torch.autograd.Function):
             if layer.weight.requires_grad:
                 sink.add(layer.weight, parts.sum(0))
         else:
-            dx = fused_gpu.norm_backward(x, w, r, dy, more, sink=sink, weight=layer.weight)
+            given = (x, w, r, dy, more, layer.eps)
+            dx = layer.passes.norm_backward(*given, sink=sink, weight=layer.weight)
         sink.end_use(layer.weight)
         if layer.weight.requires_grad:
             sink.register_grad_ready(layer.weight)

@@ -63,11 +63,14 @@ def norm_backward(
     r: Tensor,
     dy: Tensor,
     more: Tensor | None,
+    eps: float,
     sink: GradientSink,
     weight: nn.Parameter,
 ) -> Tensor:
     """Return dx, plus `more` if given; add the gradient of the weight, unless it is frozen, to the
     sink.
+
+    eps: is in r already.
     """
     kind, h = r.dtype, x.shape[-1]
     given = (x, w, dy) if more is None else (x, w, dy, more)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW: what it declares, and torch's own fused kernel on flat pieces of weights.
 
-The kernel reads the factor of the gradients and the decision to skip on the device, so a step never
-waits for it.
+mpu/optim/adam_backends.py has the other kernels. Every backend reads the factor of the gradients
+and the decision to skip on the device, so a step never waits for it.
 """
 
 from dataclasses import dataclass
@@ -11,20 +11,32 @@ import torch
 from torch import Tensor
 
 from mpu import torch_private
+from mpu.accelerators import needs_fp32
+from mpu.optim import adam_backends
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule, divided
 
 
 @dataclass(frozen=True)
 class AdamW(UpdateRule):
-    """AdamW (Loshchilov and Hutter 2019)."""
+    """AdamW (Loshchilov and Hutter 2019). backend: torch, apex or te: whose kernel.
+
+    Ask mpu/accelerators.py before `updater`, which raises ValueError where the masters' dtype is
+    not what the backend updates.
+    """
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    backend: str = "torch"
     name = "AdamW"
     kinds = (StateKind("exp_avg"), StateKind("exp_avg_sq"))
 
     def updater(self, parts: Parts) -> Updater:
-        return TorchAdam(self, parts)
+        if self.backend == "torch":
+            return TorchAdam(self, parts)
+        dtype = parts.segments[0].dtype
+        if dtype != torch.float32:
+            raise ValueError(needs_fp32(self.backend, dtype))
+        return adam_backends.Fused(self.backend, parts, self.betas, self.eps)
 
 
 class TorchAdam(Updater):

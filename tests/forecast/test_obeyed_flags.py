@@ -14,6 +14,7 @@ from forecast.obeyed_flags import check_flags
 from model import llama
 from mpu.context import LayerContext
 from mpu.grid import Grid
+from mpu.layers.fused import ResidualRMSNorm, RMSNorm
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.param import unique_parameters
 from pretrain_llama import model_provider
@@ -218,6 +219,85 @@ def test_a_norm_that_would_undo_a_clip_is_refused(file, why):
     check_flags(parse([*argv, "--log-max-attention-logit"], 1), model_provider)
     with pytest.raises(ValueError, match=f"^--qk-clip: {why}"):
         check_flags(parse([*argv, "--qk-clip"], 1), model_provider)
+
+
+NORMS = {
+    "obeyed": ("super().forward(*a)", ""),
+    "by hand": ("a[0] * self.weight", "layers.0.attention_norm"),
+}
+
+
+@pytest.mark.parametrize("way", NORMS)
+def test_a_norm_of_ones_own_and_another_package(tmp_path, way):
+    body, refused = NORMS[way]
+    path = fork(tmp_path, "ResidualRMSNorm")
+    scaled = SCALED["ResidualRMSNorm"].replace("(*a)", "(*a, **k)")
+    body = body if way == "obeyed" else f"({body}, a[0])"
+    path.write_text(path.read_text().replace(scaled, body))
+    argv = ON_CUDA.split()
+    for backend in ("apex", "te"):
+        config = parse([*argv, "--norm-backend", backend, "--model-file", str(path)], 1)
+        if not refused:
+            check_flags(config, model_provider)
+            continue
+        with pytest.raises(ValueError, match=f"^--norm-backend {backend}: {refused} of"):
+            check_flags(config, model_provider)
+
+
+@pytest.mark.parametrize("flag", ["--norm-backend apex", "--norm-backend te"])
+@pytest.mark.parametrize(
+    "fork_of, says",
+    [("gemma2", r"multiplies by 1 \+ w"), ("phi", "no module of a layer takes the norm's kernel")],
+)
+def test_worked_forks_refuse_norms_of_a_package(fork_of, says, flag):
+    argv = [*ON_CUDA.split(), *flag.split(), "--model-file", f"examples/forks/{fork_of}.py"]
+    with pytest.raises(ValueError, match=f"^{flag}: .*{says}"):
+        check_flags(parse(argv, 1), model_provider)
+
+
+def test_an_attention_of_ones_own_and_transformer_engine(tmp_path):
+    argv = ON_CUDA.split()
+    argv += ["--core-attention-backend", "te", "--model-file"]
+    check_flags(parse([*argv, str(fork(tmp_path, "copy"))], 1), model_provider)
+    edits = {
+        CORE: "self.core = recompute.selective(core_attention)",
+        "from mpu.layers.context_attention import core_attention_of": (
+            "from mpu.layers.attention.core import core_attention"
+        ),
+    }
+    config = parse([*argv, str(fork(tmp_path, "plain", edits))], 1)
+    with pytest.raises(ValueError, match="^--attention-backend te: .*core_attention_of"):
+        check_flags(config, model_provider)
+
+
+def test_the_epsilon_of_a_norm_may_change_after_it_was_made(monkeypatch):
+    """A fork sets it; the kernels of another package must have the same."""
+    given: list[float] = []
+
+    class Kernels:
+        @staticmethod
+        def rms_forward_affine(x, shape, w, eps):
+            given.append(eps)
+            r = (x.square().mean(1) + eps).rsqrt()
+            return x * r[:, None] * w, r
+
+        @staticmethod
+        def rms_backward_affine(dy, r, x, shape, w, eps, efficient):
+            given.append(eps)
+            return dy, w
+
+    import mpu.layers.norm_backends as module
+    from mpu import native
+
+    monkeypatch.setattr(module.importlib, "import_module", lambda name: Kernels)
+    monkeypatch.setattr(native, "load", lambda: None)
+    for kind in (RMSNorm, ResidualRMSNorm):
+        norm = kind(4, ctx=LayerContext(norm_backend="apex"))
+        torch.nn.init.ones_(norm.weight)
+        norm.eps = 0.5
+        y = norm(torch.ones(2, 1, 4, requires_grad=True))
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+    assert given == [0.5] * 4
 
 
 WAYS = (  # of two ranks: what acts on a layer's matmuls, weights and their gradients

@@ -85,6 +85,7 @@ def config_of(case: dict) -> Config:
             recompute_method="uniform" if case["recompute"] == "full" else None,
             recompute_num_layers=2 if case["recompute"] == "full" else None,
             overlap_grad_reduce=case.get("overlap", True),
+            optimizer_backend=case.get("backend", "torch"),
             tp_comm_overlap=case.get("path", "none"),
             zero_stage=case.get("zero", 0),
             overlap_param_gather=case.get("gather", False),

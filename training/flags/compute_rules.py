@@ -30,7 +30,19 @@ ANY_GPU = Card("cuda", 9, 0, cudnn=99999)
 
 
 def check_kernels(config: Config) -> None:
-    """Raise UsageError where no GPU can attend as --attention-backend says."""
+    """Raise UsageError where the run cannot take the kernels that flags name, installed or not."""
+    p = config.parallel
+    te = "te" if p.attention_backend == "te" else "auto"
+    for flag, name, own in (("--norm-backend", p.norm_backend, "weft"), (FLAG, te, "auto")):
+        if name == own:
+            continue
+        if config.run.dtype == torch.float64:
+            raise UsageError(f"{flag} {name} has no fp64: with --fp64 use {own}")
+        if config.rehearse.rehearse:
+            raise UsageError(
+                f"{flag} {name} runs kernels of another package, and --rehearse has no device for "
+                f"them: rehearse with {own}"
+            )
     if config.rehearse.rehearse or not parallel_rules.on_cpu(config):
         attention_line(config, ANY_GPU._replace(deterministic=config.run.deterministic_mode))
 

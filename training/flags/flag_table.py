@@ -32,8 +32,6 @@ REMOVED = {  # flags that this program had, and what to do instead
     "--memory-picture-rank": "--memory-picture draws the fullest pipeline rank; leave it out",
     "--save-hf-max-shard-size": "a file of weights has at most 5 GB, as transformers writes them; "
     "leave it out",
-    "--norm-backend": "RMSNorm has Weft's own kernels; leave it out",
-    "--optimizer-backend": "AdamW is torch's fused kernel; leave it out",
     "--cuda-graph": "on an H200 it gained nothing, and nothing takes its place; leave it out",
     "--data-local-copy": "the job script copies the data to each node, by the lines in "
     "docs/data.md, and --data-path names the copy; leave it out",

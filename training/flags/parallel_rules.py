@@ -163,6 +163,10 @@ def check_zero(config: Config) -> None:
                 "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage: at "
                 f"{level} there is no owner to keep the sums in fp32"
             )
+    if p.optimizer_backend != "torch" and dtype == torch.float64:
+        raise UsageError(
+            f"--optimizer-backend {p.optimizer_backend} has no fp64: with --fp64 use torch"
+        )
 
 
 def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:

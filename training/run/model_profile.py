@@ -254,8 +254,11 @@ def rank_model(
 def meta_context(
     config: Config, grid: Grid, sink: GradientSink | None = None, **other: Any
 ) -> LayerContext:
-    """Return a context of the run's on meta tensors."""
-    return context_of(config, grid, META, sink or GradientSink(), **other)
+    """Return a context on meta tensors: as the run's, but for kernels of other libraries, which
+    take no meta tensors and need not be installed where a run is planned.
+    """
+    own: dict[str, Any] = {"norm_backend": "weft", "attention_backend": "auto"}
+    return context_of(config, grid, META, sink or GradientSink(), **own | other)
 
 
 def rank_parameters(

@@ -25,11 +25,13 @@ import torch
 
 import mpu
 from mpu import needs
+from mpu.accelerators import missing
 from mpu.comm.transport import CommunicationError
 from mpu.connect import share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers import fused_gpu
+from mpu.layers.attention.backends import FLAG
 from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
 from training.checkpoint import CheckpointError
@@ -60,6 +62,7 @@ from training.run.watch.intervals import still_due
 from training.settings import param_groups
 from training.settings.config import Config, UsageError
 from training.settings.float8_layers import check_device
+from training.settings.layer_options import accumulate_dtype
 from training.settings.stages import name_at, tokens_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +95,15 @@ def prepare(
     activity = activity or Activity(grid.launch)
     activity.what = "starting the device"
     device = choose_device(config, grid.launch, share_cores, note)
+    p, dtype = config.parallel, config.run.dtype
     activity.what = "choosing kernels, and compiling the first one"
+    te = "te" if p.attention_backend == "te" else ""
+    if why := (
+        missing("--optimizer-backend", p.optimizer_backend, device.type, accumulate_dtype(config))
+        or missing("--norm-backend", p.norm_backend, device.type, dtype)
+        or (te and missing(FLAG, te, device.type, dtype))
+    ):
+        raise UsageError(why)
     prepare_attention(config, device, note)
     check_device(config, device)
     if grid.rank == 0:

@@ -91,7 +91,8 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     ctx = context_of(config, Grid(launch=Launch()), device, GradientSink(sums))
     kernels = device.type == "cuda" and not available.why_not()
     own = WITHOUT if kernels else "no flag avoids it"
-    yield Trial("the norm", own, lambda: _norm(config, ctx))
+    avoid = own if p.norm_backend == "weft" else "use --norm-backend weft"
+    yield Trial(f"the norm of --norm-backend {p.norm_backend}", avoid, lambda: _norm(config, ctx))
     yield from _matmuls(f"in {name}", Recipe(ctx.on_gpu), ctx, sums)
     if config.float8.fp8_format is not None:
         what = f"of --fp8-recipe {config.float8.fp8_recipe}"
@@ -123,7 +124,9 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
         avoid = "omit --fused-linear-cross-entropy"
         yield Trial("the loss of --fused-linear-cross-entropy", avoid, lambda: _loss_in_chunks(ctx))
     if not p.optimizer_cpu_offload:
-        yield Trial("the update", own, lambda: _update(config, ctx))
+        avoid = "use --optimizer-backend torch" if p.optimizer_backend != "torch" else own
+        what = f"the update of --optimizer-backend {p.optimizer_backend}"
+        yield Trial(what, avoid, lambda: _update(config, ctx))
     rule = optimizer_groups(config)["matrix"].rule
     if isinstance(rule, Muon):
         wire = str(rule.wire(ctx.accumulate)).removeprefix("torch.")
@@ -193,7 +196,7 @@ def _between(ctx: LayerContext, recipe: Recipe) -> None:
 def _works(config: Config) -> Iterator[Work]:
     """Yield what attends in a run."""
     documents = config.data.reset_attention_mask
-    if config.parallel.context_parallel_size > 1:
+    if config.parallel.context_parallel_size > 1 and config.parallel.attention_backend != "te":
         yield "blocks"
         if config.parallel.cp_comm_type != "a2a":
             return

@@ -690,18 +690,63 @@ class Kernels:
     attention_backend: str = setting(
         "auto",
         "kernels of attention: flash is FlashAttention (3 where its package is installed), "
-        "fused cuDNN's, unfused matrix products, local csrc/attention.h on a CPU; auto takes what "
-        "torch chooses",
-        rule=one_of(  # torch: of --core-attention-backend
-            *BACKENDS, other=(("torch", "auto"),), lacking=(("te", "use auto"),)
-        ),
+        "fused cuDNN's, unfused matrix products, local csrc/attention.h on a CPU, te (ours) "
+        "Transformer Engine's DotProductAttention; auto takes what torch chooses",
+        rule=one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
         off="auto",
+        stops=(
+            Stop(
+                "--attention-backend te & --context-parallel-size",
+                "",
+                "--attention-backend te at --context-parallel-size {1}: attention over ranks "
+                "is Weft's own, so use auto",
+            ),
+            Stop(
+                "--attention-backend te & --device cpu",
+                "",
+                "--attention-backend te needs --device cuda; on a CPU use auto",
+            ),
+        ),
     )
     flash_attention_version: int | None = setting(
         None,
         "version of FlashAttention: 2 is torch's own, 3 and 4 come from their packages",
         rule=one_of("2", "3", "4"),
         derived="3 on Hopper where flash_attn_interface is installed, else 2",
+    )
+    norm_backend: str = setting(
+        "weft",
+        "package whose kernels compute RMSNorm; apex and te need CUDA",
+        rule=one_of("weft", "apex", "te"),
+        off="weft",
+        ours=True,
+        stops=(
+            Stop(
+                "--norm-backend apex|te & --device cpu",
+                "",
+                "--norm-backend {0} needs --device cuda; on a CPU use weft",
+            ),
+        ),
+    )
+    optimizer_backend: str = setting(
+        "torch",
+        "package whose AdamW kernel updates the weights; apex and te need CUDA",
+        rule=one_of("torch", "apex", "te", lacking=(("triton", "use torch"),)),
+        off="torch",
+        ours=True,
+        stops=(
+            Stop(
+                "--optimizer-backend apex|te & --device cpu",
+                "",
+                "--optimizer-backend {0} needs --device cuda; on a CPU use torch",
+            ),
+            Stop(
+                "--optimizer-backend apex|te & --optimizer-cpu-offload",
+                "",
+                "--optimizer-backend {0} with --optimizer-cpu-offload: the host updates, so "
+                "use torch",
+            ),
+        ),
     )
     fused_linear_cross_entropy: bool = setting(
         False,

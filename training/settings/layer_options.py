@@ -52,8 +52,8 @@ def context_of(
     given: dict[str, Any] = {
         "loss_in_chunks": linear_cross_entropy if p.fused_linear_cross_entropy else None,
         "cp_comm_type": p.cp_comm_type,
-        # no kernel runs on meta tensors, and those of auto need no memory for scores
-        "attention_backend": "auto" if device.type == "meta" else p.attention_backend,
+        "norm_backend": p.norm_backend,
+        "attention_backend": p.attention_backend,
         "experts": experts._replace(force_balance=True) if even_experts else experts,
         "log_max_attention_logit": config.log.log_max_attention_logit,
         "qk_clip": qk_clip(config),

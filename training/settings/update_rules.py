@@ -30,7 +30,7 @@ from training.settings.param_groups import factors
 
 def _adamw(config: Config) -> UpdateRule:
     o = config.optimizer
-    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps)
+    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps, config.parallel.optimizer_backend)
 
 
 def _muon(config: Config) -> UpdateRule:

@@ -8,4 +8,5 @@ block_attention      attention over such a list
 max_logits           the largest logit of each head, and QK-clip
 shards               which tokens of a row each context-parallel rank has, and which blocks it does
 kv_exchange          how keys and values come to the queries: gathered, or round a ring
+transformer_engine   core attention by Transformer Engine, where a flag asks for it
 """

@@ -7,8 +7,9 @@
     fused    cuDNN's kernels
     unfused  matrix products and a softmax, block after block
     local    Weft's own code: csrc/attention.h on a CPU; Weft has no CUDA kernel, so unfused there
+    te       Transformer Engine's DotProductAttention, which chooses for itself
 
-The names are those of Megatron-LM's AttnBackend (megatron/core/transformer/enums.py).
+The names are those of Megatron-LM's AttnBackend (megatron/core/transformer/enums.py), but for te.
 The conditions are torch's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, read at main's
 001f694a; torch/nn/attention/_fa3.py of 2.13), which `torch._fused_sdp_choice` asks on a GPU.
 Everything here is a pure function of its arguments, but for `card_of`, which asks the device.
@@ -22,12 +23,12 @@ import torch
 from mpu.launch import deprioritizes_cudnn
 from mpu.torch_private import VARLEN, WAYS, attention_lacks
 
-BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+BACKENDS = ("auto", "flash", "fused", "unfused", "local", "te")
 # What attends: whole rows of one document; blocks of such rows, merged by log-sum-exp (context
 # parallelism); documents or windows; a few tokens that look at a growing cache of keys
 Work = Literal["rows", "blocks", "documents", "cache"]
 # cpu: csrc/attention.h, else torch's operator for CPUs. math: matrix products
-Kernel = Literal["cpu", "flash", "cudnn", "efficient", "math"]
+Kernel = Literal["cpu", "flash", "cudnn", "efficient", "math", "te"]
 
 FLAG = "--attention-backend"
 HALVES = (torch.bfloat16, torch.float16)
@@ -85,6 +86,8 @@ def kernel_of(
     """
     if requested not in BACKENDS:
         raise ValueError(f"{FLAG} {requested}: must be one of {', '.join(BACKENDS)}")
+    if requested == "te" and work != "cache":
+        return "te"
     if requested == "unfused" or (requested == "local" and card.kind == "cuda"):
         return "math"
     if card.kind != "cuda":
@@ -220,6 +223,7 @@ NAMES: dict[Kernel, str] = {
     "cudnn": "cuDNN",
     "efficient": "torch's memory-efficient attention",
     "math": "matrix products",
+    "te": "Transformer Engine",
 }
 
 

@@ -257,3 +257,5 @@ def test_a_zero_centered_norm_multiplies_by_one_and_the_weight(kind):
         layer = Centered(8, ctx=ctx)
         torch.nn.init.constant_(layer.weight, 2.0**-10)
         assert layer.factor(layer.weight)[0] == 1 + 2.0**-10
+    with pytest.raises(ValueError, match="--norm-backend apex: this norm multiplies by 1 \\+ w"):
+        Centered(8, ctx=LayerContext(norm_backend="apex"))

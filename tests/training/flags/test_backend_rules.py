@@ -14,8 +14,19 @@ BASE = """--mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-at
 @pytest.mark.parametrize(
     "flags, world, words",
     [
-        ("--norm-backend apex", 1, "--norm-backend was removed: RMSNorm has Weft's own kernels"),
-        ("--attention-backend te", 1, "must be one of auto, .*; use auto"),
+        ("--norm-backend apex --device cpu", 1, "--norm-backend apex needs --device cuda; .* weft"),
+        ("--norm-backend te --fp64", 1, "--norm-backend te has no fp64: with --fp64 use weft"),
+        ("--norm-backend apex --rehearse", 1, "--norm-backend apex runs .* rehearse with weft"),
+        (
+            "--core-attention-backend te --context-parallel-size 2",
+            2,
+            "--attention-backend te at --context-parallel-size 2: .* use auto",
+        ),
+        (
+            "--attention-backend te --device cpu",
+            1,
+            "--attention-backend te needs --device cuda; on a CPU use auto",
+        ),
         ("--attention-backend flash --dry-run --fp64", 1, "backend flash: .* not fp64"),
         ("--attention-backend fused --dry-run --kv-channels 136", 1, "--kv-channels 136: cuDNN"),
         ("--attention-backend flash --dry-run --kv-channels 12", 1, "--kv-channels 12: Flash"),
@@ -23,14 +34,14 @@ BASE = """--mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-at
         ("--attention-backend fused --rehearse --reset-attention-mask", 1, "plan for each new"),
         ("--attention-backend fused --dry-run --deterministic-mode", 1, "not deterministic"),
         (
-            "--attention-backend flash --core-attention-backend local",
+            "--attention-backend flash --core-attention-backend te",
             1,
-            "^--attention-backend flash and --core-attention-backend local set the same: give one",
+            "^--attention-backend flash and --core-attention-backend te set the same: give one",
         ),
-        ("--core-attention-backend local --attention-backend=fused", 1, "set the same"),
+        ("--core-attention-backend te --attention-backend=fused", 1, "set the same"),
         ("--norm-epsilon 1e-5 --layernorm-epsilon 1e-6", 1, "set the same: give one of them"),
         ("--qk-layernorm --model-file mine.py", 1, "--qk-layernorm and --model-file mine.py set"),
-        ("--attention-backend quick", 1, "must be one of auto, flash, fused, unfused, local"),
+        ("--attention-backend quick", 1, "must be one of auto, flash, fused, unfused, local, te"),
         ("--flash-attention-version 5", 1, "must be one of 2, 3, 4"),
     ],
 )
@@ -38,6 +49,12 @@ def test_refused(flags, world, words):
     base = BASE.replace("--bf16", "") if "--fp64" in flags else BASE
     with pytest.raises(UsageError, match=words):
         parse([*base.split(), *flags.split()], world)
+
+
+def test_taken():
+    flags = "--norm-backend te --core-attention-backend te --dry-run --device cuda"
+    p = parse([*BASE.split(), *flags.split()], 1).parallel
+    assert (p.norm_backend, p.attention_backend) == ("te", "te")
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,7 @@ def test_values(name, text, value):
         ("--tp-comm-overlap", "yes", "one of none, auto, ring, symmetric"),
         ("--zero-stage", "full", "one of 0, 1, 2, 3"),
         ("--main-grads-dtype", "fp16", "one of fp32, bf16"),
+        ("--optimizer-backend", "fused", "one of torch, apex, te"),
         ("--on-nan", "ignore", "one of stop, skip, rewind"),
         ("--num-distributed-optimizer-instances", "0", "a whole number >= 1"),
     ],

@@ -44,6 +44,14 @@ MISTAKES = [
         4,
         "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 contradict",
     ),
+    ("--optimizer-backend apex --device cpu", 1, "--optimizer-backend apex needs --device cuda"),
+    ("--optimizer-backend te --device cpu", 1, "--optimizer-backend te needs --device cuda"),
+    ("--optimizer-backend te --fp64", 1, "--optimizer-backend te has no fp64"),
+    (
+        "--optimizer-backend apex --optimizer-cpu-offload",
+        1,
+        "--optimizer-backend apex with --optimizer-cpu-offload: the host updates, so use torch",
+    ),
     (
         "--optimizer-cpu-offload --offload-optimizer-states",
         1,

@@ -90,7 +90,7 @@ def raising(sentence):
           "try --attention-backend unfused")),
         (trial, "vocab_parallel_cross_entropy", "", ("the cross entropy",)),
         (trial, "swiglu", "", ("SwiGLU",)),
-        (torch, "_fused_adamw_", "", ("the update",)),
+        (torch, "_fused_adamw_", "", ("the update of --optimizer-backend torch",)),
         (experts, "grouped_product", f"--bf16 {MOE}",
          ("the grouped products of experts, [n, 256] x [256, 176] in bfloat16",
           "without --bf16 each expert is multiplied by itself")),
@@ -135,6 +135,12 @@ def test_what_avoids_a_kernel_of_triton(monkeypatch):
     assert "pip uninstall triton" in told["SwiGLU"] and "pip uninstall" in told["the cross entropy"]
     (avoid,) = (told[what] for what in told if "--qk-clip" in what)
     assert avoid.startswith("omit --qk-clip; ") and "pip uninstall triton" in avoid
+    config = parse(
+        f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend te".split(), 1
+    )
+    told = {t.what: t.avoid for t in trials(config, CUDA)}
+    assert told["the norm of --norm-backend te"] == "use --norm-backend weft"
+    assert told["the update of --optimizer-backend te"] == "use --optimizer-backend torch"
 
 
 def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):

@@ -112,15 +112,15 @@ def contexts(words: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]
 
 @pytest.mark.prove
 def test_all_contexts_of_a_run_are_its_own() -> None:
-    """But for tokens that are spread evenly where weights are zeros, and for the kernels of
-    attention on meta tensors.
+    """But for tokens that are spread evenly where weights are zeros, and for kernels of other
+    libraries on meta tensors.
     """
     differ = set()
     for seed in range(24):
         words = drawn(seed)
         run, found = contexts(words)
         even = {"experts": run["experts"]._replace(force_balance=True)}
-        meta = {"attention_backend": "auto"}
+        meta = {"norm_backend": "weft", "attention_backend": "auto"}
         wanted = {"warm-up": run | even, "estimate": run | meta, "trial": run}
         for name, ctx in found.items():
             assert ctx == wanted[name], (name, " ".join(words))

@@ -46,6 +46,7 @@ WORKS = ("rows", "blocks", "documents", "cache")
         ("fused", Card("cuda", 8, 0, 90100), BF16, 128, "cudnn cudnn ! flash"),
         ("unfused", H100, BF16, 128, "math math math math"),
         ("local", H100, BF16, 128, "math math math math"),
+        ("te", H100, BF16, 128, "te te te flash"),
         ("auto", Card(), FP32, 7, "cpu cpu cpu cpu"),
         ("fused", Card(), FP32, 7, "cpu cpu cpu cpu"),
         ("local", Card(), BF16, 7, "cpu cpu cpu cpu"),
@@ -71,7 +72,7 @@ def test_each_kind_of_work_has_its_kernel(asked, card, dtype, size, kernels):
         ("fused", H100, BF16, 136, "--kv-channels 136: .* at most 128 channels"),
         ("fused", H100._replace(cudnn=0), BF16, 64, "must be 9.0 or newer, .*without cuDNN"),
         ("fused", H100._replace(deterministic=True), BF16, 64, "with --deterministic-mode use"),
-        ("quick", H100, BF16, 64, "must be one of auto, flash, fused, unfused, local"),
+        ("quick", H100, BF16, 64, "must be one of auto, flash, fused, unfused, local, te"),
     ],
 )
 def test_what_cannot_be_done_is_refused(asked, card, dtype, size, words):
