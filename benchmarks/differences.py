@@ -26,7 +26,7 @@ REMOVED = (
     "parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers",
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split", "gpu.cpu_offloading_num_layers",
-    "model.mup_attn_scale_power", "parallel.norm_backend", "parallel.optimizer_backend",
+    "model.mup_attn_scale_power",
 )  # fmt: skip
 KIND = "parallel.cp_comm_type"
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
