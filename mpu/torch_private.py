@@ -486,13 +486,7 @@ def meta_kernel_says(func: Any) -> bool:
     return bool(has_kernel(func.name(), "Meta"))
 
 
-COMPILER = "torch._dynamo"
-
-
-def preload_compiler() -> None:
-    """Import torch's compiler, which its optimizers import when they are made: it takes seconds."""
-    find(COMPILER)
-
+COMPILER = "torch._dynamo"  # which torch's optimizers import when they are made: it takes seconds
 
 # groups, memory and files
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work out the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
 
-`exactly` calls --dry-run's own functions. `many` takes state from the same arithmetic of buckets
-(mpu/zero/bucket_layout.py), with an array for the sizes of all layouts, and activations from
-a recorded layer and both ends, once for each tp (forecast/planner/units.py).
+`exactly` calls --dry-run's own functions. `many` takes all numbers of a rank as one bucket, with an
+array for the sizes of all layouts, and activations from a recorded layer and both ends, once for
+each tp (forecast/planner/units.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ from forecast.planner.units import FIRST, LAST, LONGER, MIDDLE, unit_config, uni
 from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.stage_layout import Stage
-from mpu.zero import bucket_layout
-from mpu.zero.bucket_layout import LARGEST, BucketLayout, automatic_size, sharing_of
+from mpu.zero.bucket_layout import BLOCK, LARGEST, SMALLEST, automatic_size
 from training.run.model_profile import ParameterProfile, rank_parameters
 from training.run.pipeline_stages import rank_stages
 from training.settings.config import Config
@@ -36,9 +35,6 @@ from training.settings.update_rules import needs_full_matrices, optimizer_groups
 PROVIDER = pretrain_llama.model_provider
 ENDS = (FIRST, MIDDLE, LAST)
 LAYER = Stage(1, 2)
-FEW = (2, 3)  # layers of a stage that are recorded where it has more
-# the same at ZeRO stages 2 and 3: gradients of two layers may be unsharded beside a third one's
-FEW_SHARDED = (3, 4)
 NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
@@ -223,17 +219,12 @@ def _state(
     masters and moments. moments: bytes of their state before it is shared. again: what a rank has
     once is counted with other numbers.
     """
-    arrays: Any = {"ranks": shard, "shard": shard}
-    length: Any = numbers
-    unsharded = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
-    # of each number
-    kinds: dict[str, Any] = bucket_layout.memory([unsharded], 2, 4, 4, state={"": 1})
-    kinds["moments"] = kinds["moments"] * moments / np.maximum(numbers, 1)
-    low, high = bucket_layout.SMALLEST, bucket_layout.LARGEST
-    two = 8 * np.clip(numbers / 8, low, high) if zero >= 2 else 0
-    total = sum(kinds.values()) + unsharded.length // bucket_layout.BLOCK * NORM_BYTES
+    own = numbers // shard if zero else numbers
+    weights, gradients = own if zero == 3 else numbers, own if zero >= 2 else numbers
+    moved = 4 * own + own * moments / np.maximum(numbers, 1)  # fp32 masters, and moments
+    two = 8 * np.clip(numbers / 8, SMALLEST, LARGEST) if zero >= 2 else 0
+    total = 2 * weights + 4 * gradients + moved + numbers // BLOCK * NORM_BYTES
     total = total + (0 if again else matmul_workspaces(model.config))
-    moved = kinds["masters"] + kinds["moments"]
     return np.asarray(total + np.minimum(two, 4 * numbers)), np.asarray(moved)
 
 
@@ -244,12 +235,19 @@ class Exact(NamedTuple):
     in_host: float
 
 
+def few_layers(config: Config) -> tuple[int, int]:
+    """Return the layers of a stage that are recorded where it has more. At ZeRO stages 2 and 3
+    gradients of two layers may be unsharded beside a third one's.
+    """
+    return (2, 3) if config.parallel.zero < 2 else (3, 4)
+
+
 def exactly(config: Config) -> list[Exact]:
     """Return the bytes of each pipeline rank, as --dry-run has them; of host memory that of the
     rank with most. Stages of many like layers are recorded with a few of them.
     """
     size, layers = config.parallel.pipeline_model_parallel_size, None
-    few = FEW if config.parallel.zero < 2 else FEW_SHARDED
+    few = few_layers(config)
     stages = [rank_stages(config, PROVIDER, rank) for rank in range(size)]
     if max(len(s.layers) for own in stages for s in own) > sum(few) and is_linear(config):
         parallel = replace(config.parallel, ddp_bucket_size=bucket_size(config, stages))

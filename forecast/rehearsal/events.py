@@ -105,10 +105,9 @@ class HostWait(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """The host queried whether an event, or a transfer (then event is -1), is over, and it was."""
+    """The host queried whether a transfer is over, and it was."""
 
-    event: int
-    transfer: int = -1
+    transfer: int
 
 
 class HostUse(NamedTuple):

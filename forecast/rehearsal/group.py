@@ -92,7 +92,7 @@ class Work:
         """Return whether the transfer is over: from the second question on."""
         self._polled, polled = True, self._polled
         if polled:
-            self.recorder.polled(transfer=self.transfer)
+            self.recorder.polled(self.transfer)
         return polled
 
 

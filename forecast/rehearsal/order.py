@@ -191,12 +191,12 @@ class Order:
             elif isinstance(event, Record):
                 self.join(event.stream, self.clocks[HOST])
                 self.marks[event.event] = dict(self.clock(event.stream))
+            elif isinstance(event, Wait) and event.event >= 0:
+                self.join(event.stream, self.marks.get(event.event))
             elif isinstance(event, Wait | Polled):
+                self.over.add(event.transfer)
                 timeline = event.stream if isinstance(event, Wait) else HOST
-                known = self.ends if event.event < 0 else self.marks
-                if event.event < 0:
-                    self.over.add(event.transfer)
-                self.join(timeline, known.get(max(event.event, event.transfer)))
+                self.join(timeline, self.ends.get(event.transfer))
             elif isinstance(event, HostWait):
                 self._host_waits(event)
             elif isinstance(event, HostUse):

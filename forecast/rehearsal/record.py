@@ -279,9 +279,9 @@ class Recorder:
         waits = HostWait(event, stream, reads, where, storage=storage, declared=declared)
         self.events.append(waits)
 
-    def polled(self, event: int = -1, transfer: int = -1) -> None:
-        """Note that the host has seen that something is over."""
-        self.events.append(Polled(event, transfer))
+    def polled(self, transfer: int) -> None:
+        """Note that the host has seen that a transfer is over."""
+        self.events.append(Polled(transfer))
 
     def host_use(self, read: list[Tensor], written: list[Tensor]) -> None:
         """Note that the host reads or writes tensors, of which page-locked ones count."""

@@ -168,13 +168,13 @@ def kind_of(launch: Launch) -> str:
     return "attention" if "attention" in op or "flash" in op else "matmul"
 
 
-def launch_seconds(device: Device, launch: Launch, sms: float = 0.0) -> float:
-    """Return the seconds of a recorded kernel alone on the device, or on `sms` of its SMs."""
-    return kernel_of(device, launch, sms).seconds
+def launch_seconds(device: Device, launch: Launch) -> float:
+    """Return the seconds of a recorded kernel alone on the device."""
+    return kernel_of(device, launch).seconds
 
 
 def kernel_of(device: Device, launch: Launch, sms: float = 0.0) -> Kernel:
-    """Return the seconds of a recorded kernel, and its tail; sms: as of `launch_seconds`."""
+    """Return the seconds of a recorded kernel, and its tail; sms: those that it may use, 0: all."""
     op = short_name(launch)
     if launch.flops and op in MATMULS:
         a, b = launch.shapes[MATMULS[op] :][:2]

@@ -10,9 +10,7 @@ raise a flag for each chunk; then they multiply with the others, which begin wit
     from 0                       0a    0b
     programs   1a 1b | 2a 2b | 0a 0b              row tiles; 2b waits for the flag of chunk 2b
 
-A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait. Without
-pushers the rows come otherwise: peers' memory is read in place, or an earlier launch of the same
-epoch (a first weight) has pushed.
+A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait.
 
 No program that waits holds back what raises a flag, so the ranks cannot wait in a circle, whatever
 order the hardware starts programs in and however few of them run:
@@ -25,7 +23,6 @@ order the hardware starts programs in and however few of them run:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,9 +61,8 @@ tile_count = compiled(tiles.tile_count)
 
 @triton.jit
 def push_rows(
-    x, outbox, raises, counters, tickets, x_scales, scale_outbox, m, k, scale_stride, chunk_rows,
-    flag_stride, chunks, rank, epoch, WORLD: tl.constexpr, SCALED: tl.constexpr,
-    PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, RAISE: tl.constexpr,
+    x, outbox, raises, counters, tickets, m, k, chunk_rows, flag_stride, chunks, rank, epoch,
+    WORLD: tl.constexpr, PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
     """Copy own rows x [m, k] to every peer, first to the rank before, and raise the flags."""
     total = tile_count(WORLD - 1, m, 1, PUSH_M, 1)
@@ -76,10 +72,6 @@ def push_rows(
         there = tl.load(outbox + peer).to(x.dtype)
         rows = (tile * PUSH_M + tl.arange(0, PUSH_M)).to(tl.int64)
         push_tile(x, tl.multiple_of(there, 16), rows, m, k, PUSH_K)
-        if SCALED:
-            scales = tl.load(scale_outbox + peer).to(tl.pointer_type(tl.float32))
-            place = rows * scale_stride
-            tl.store(scales + place, tl.load(x_scales + place, rows < m), rows < m)
         tile_done(
             raises, counters, peer, tile, m, 1, PUSH_M, chunk_rows, flag_stride, chunks, epoch,
             RAISE,
@@ -105,9 +97,8 @@ def push_tile(x, there, rows, m, k, PUSH_K: tl.constexpr):
 
 @triton.jit
 def multiply_rows(
-    x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, tickets, error, m, n, k, stride_n,
-    stride_k, x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, epoch, patience,
-    WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, w, y, inbox, arrived, tickets, error, m, n, k, stride_n, stride_k, chunk_rows, flag_stride,
+    rank, epoch, patience, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
     DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
@@ -120,14 +111,12 @@ def multiply_rows(
         owner, i, j = tile_at(index, rank, 0, 1, WORLD, m, n, BLOCK_M, BLOCK_N, GROUP)
         came = True
         theirs = x
-        scales = x_scales
         if owner != rank:
             came = wait_tile(
                 arrived, owner, i, m, BLOCK_M, chunk_rows, flag_stride, epoch, patience, error,
                 WAIT, TMA,
             )  # fmt: skip
             theirs = tl.load(inbox + owner).to(x.dtype)
-            scales = tl.load(scale_inbox + owner).to(x_scales.dtype)
         shard = open_rows(theirs, m, k, BLOCK_M, BLOCK_K, TMA)
         product = tile_product(
             shard, weight, i * BLOCK_M, m, j * BLOCK_N, n, k, stride_n, stride_k, BLOCK_M, BLOCK_N,
@@ -135,10 +124,6 @@ def multiply_rows(
         )  # fmt: skip
         rows = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        if SCALED:
-            left = tl.load(scales + rows * x_scale_stride, rows < m, 0.0)
-            right = tl.load(w_scales + columns * w_scale_stride, columns < n, 0.0)
-            product = product * left[:, None] * right[None, :]
         product = tl.where(came, product, float("nan"))
         place = (owner.to(tl.int64) * m + rows)[:, None] * n + columns[None, :]
         mask = (rows < m)[:, None] & (columns < n)[None, :]
@@ -149,58 +134,35 @@ def multiply_rows(
 def cost(a: Mapping[str, Any]) -> Cost:
     """Own rows go to WORLD - 1 ranks; rows of all ranks meet the weight."""
     m, n, k, world, size = a["m"], a["n"], a["k"], a["WORLD"], a["x"].element_size()
-    pushed = 2 * (world - 1) * m * k * size if a["PUSHERS"] else 0
+    pushed = 2 * (world - 1) * m * k * size
     multiplied = (world * m * k + n * k) * size + world * m * n * a["y"].element_size()
     return Cost(pushed + multiplied, 2.0 * world * m * n * k, ("y",))
 
 
-@declared(
-    cost, x="whole aligned", w="same", y="whole", x_scales="scaled float32",
-    w_scales="scaled float32",
-)  # fmt: skip
+@declared(cost, x="whole aligned", w="same", y="whole")
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def all_gather_matmul_kernel(
-    x, w, y, x_scales, w_scales, inbox, arrived, outbox, raises, counters, tickets, scale_inbox,
-    scale_outbox, error, m, n, k, stride_n, stride_k, x_scale_stride, w_scale_stride, chunk_rows,
-    flag_stride, chunks, rank, epoch, patience, PUSHERS: tl.constexpr, PUSH_M: tl.constexpr,
-    PUSH_K: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
+    x, w, y, inbox, arrived, outbox, raises, counters, tickets, error, m, n, k, stride_n, stride_k,
+    chunk_rows, flag_stride, chunks, rank, epoch, patience, PUSHERS: tl.constexpr,
+    PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
     RAISE: tl.constexpr,
 ):  # fmt: skip
     """Push and multiply: own rows x [m, k], w [n, k] (strides), y [WORLD m, n]; tables: Exchange.
-
-    SCALED: multiply by the scales of x's rows, which travel behind them, and of w's rows; a stride
-    of 0 makes one scale serve a rank's whole x, or w.
     """
     now = tl.load(epoch)
-    if PUSHERS > 0:
-        if take(tickets, BEGUN) < PUSHERS:
-            push_rows(
-                x, outbox, raises, counters, tickets, x_scales, scale_outbox, m, k,
-                x_scale_stride, chunk_rows, flag_stride, chunks, rank, now, WORLD, SCALED, PUSH_M,
-                PUSH_K, RAISE,
-            )  # fmt: skip
+    if take(tickets, BEGUN) < PUSHERS:
+        push_rows(
+            x, outbox, raises, counters, tickets, m, k, chunk_rows, flag_stride, chunks, rank, now,
+            WORLD, PUSH_M, PUSH_K, RAISE,
+        )  # fmt: skip
     multiply_rows(
-        x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, tickets, error, m, n, k,
-        stride_n, stride_k, x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, now,
-        patience, WORLD, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, ROWS, TMA, DOT_F32, PRECISION,
-        WAIT,
+        x, w, y, inbox, arrived, tickets, error, m, n, k, stride_n, stride_k, chunk_rows,
+        flag_stride, rank, now, patience, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, ROWS, TMA,
+        DOT_F32, PRECISION, WAIT,
     )  # fmt: skip
     leave(tickets)
-
-
-@dataclass(frozen=True)
-class Scales:
-    """fp32 scales of float8 rows: [m] for x and [n] for w, or one element for the whole of it.
-
-    inbox, outbox: tables as in Exchange, for the scales of x.
-    """
-
-    x: Tensor
-    w: Tensor
-    inbox: Tensor
-    outbox: Tensor
 
 
 def push_columns(blocks: Blocks, dtype: torch.dtype) -> int:
@@ -209,36 +171,25 @@ def push_columns(blocks: Blocks, dtype: torch.dtype) -> int:
 
 
 def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    exchange: Exchange,
-    *,
-    push: bool = True,
-    scales: Scales | None = None,
-    dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
+    x: Tensor, w: Tensor, exchange: Exchange, *, blocks: Blocks | None = None
 ) -> Tensor:
     """Return gather(x) w^T, [world m, n], of own rows x [m, k] and weight w [n, k].
 
-    w: any strides of which one is 1 (`weight.t()` of a [k, n] weight will do). push: send x to the
-    peers; if False, something else must send it or have sent it. dtype: of the result; None: x's.
-    Raises ValueError on a device or dtype that the kernels do not take.
+    w: any strides of which one is 1 (`weight.t()` of a [k, n] weight will do). Raises ValueError on
+    a device or dtype that the kernels do not take.
     """
     check_device(x)
     (m, k), n = x.shape, w.shape[0]
     assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
-    y = x.new_empty((exchange.world * m, n), dtype=dtype or x.dtype)
+    y = x.new_empty((exchange.world * m, n))
     blocks = blocks or choose_blocks(x, w, m, exchange.sms_left)
-    pushers = min(PUSHERS, blocks.programs // 2 + 1) if push and exchange.world > 1 else 0
-    given = scales or Scales(x, w, exchange.inbox, exchange.outbox)
     all_gather_matmul_kernel.launch(
         (blocks.programs,),
-        x, w, y, given.x, given.w, exchange.inbox, exchange.arrived, exchange.outbox,
-        exchange.raises, exchange.counters, exchange.tickets, given.inbox, given.outbox,
-        exchange.error.data_ptr(), m, n, k, w.stride(0), w.stride(1), int(given.x.numel() > 1),
-        int(given.w.numel() > 1), exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m),
-        exchange.rank, exchange.epoch, exchange.patience, PUSHERS=pushers, PUSH_M=PUSH_ROWS,
-        PUSH_K=push_columns(blocks, x.dtype), WORLD=exchange.world, SCALED=scales is not None,
+        x, w, y, exchange.inbox, exchange.arrived, exchange.outbox, exchange.raises,
+        exchange.counters, exchange.tickets, exchange.error.data_ptr(), m, n, k, w.stride(0),
+        w.stride(1), exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
+        exchange.epoch, exchange.patience, PUSHERS=min(PUSHERS, blocks.programs // 2 + 1),
+        PUSH_M=PUSH_ROWS, PUSH_K=push_columns(blocks, x.dtype), WORLD=exchange.world,
         WAIT=wait_flag, RAISE=raise_flag, **constants(blocks, w),
     )  # fmt: skip
     return y

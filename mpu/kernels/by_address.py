@@ -9,7 +9,7 @@ computes wrong numbers, and nothing raises. A Triton kernel of ours declares wha
     rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
     aligned     at a multiple of 16 bytes           sums: fp64 if that is fp64, else fp32
     half        bf16 or fp16                        like: of the strides of the argument before
-    columns     contiguous if it is transposed     scaled: of those behind it, if SCALED is set
+    columns     contiguous if it is transposed
 
 Call sites make their arguments fit, or use another kernel (`fits`, `on_triton`, `kernel_of`). A
 rehearsal checks every launch, on a CPU too, and names the line (forecast/rehearsal). What
@@ -119,8 +119,6 @@ def wrong(
     first = next((tensors[key] for key in required.of if key in tensors), None)
     before = first
     for key, words in required.of.items():
-        if "scaled" in words and not given.get("SCALED"):
-            continue  # the kernel does not read it
         if (x := tensors.get(key)) is not None and first is not None and before is not None:
             for word in words:
                 if not (fits(word, x, first.dtype) if word != "like" else alike(x, before)):
@@ -152,8 +150,6 @@ def alike(x: Tensor, other: Tensor) -> bool:
 
 def fits(word: str, x: Tensor, kind: torch.dtype) -> bool:
     """Return whether a tensor is what a word of the table says; kind: of the first tensor."""
-    if word == "scaled":
-        return True
     if word == "whole":
         return x.is_contiguous()
     if word == "columns":

@@ -12,15 +12,14 @@ second adds:
     add                            1a: 0 + 1 + 2  waits for 1a of ranks 0 and 2
                                    1b: 0 + 1 + 2
 
-A rank sends in the dtype of the result (or `wire`). Its own part too passes through memory in that
-dtype, so all contributions are alike. They are added in rank order, in fp32, and rounded once: the
-bits do not depend on which rank was late.
+A rank sends in the dtype of the result. Its own part too passes through memory in that dtype, so
+all contributions are alike. They are added in rank order, in fp32, and rounded once: the bits do
+not depend on which rank was late.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +27,6 @@ from torch import Tensor
 from mpu.kernels import tiles
 from mpu.kernels.declared import Cost, declared
 from mpu.kernels.product import (
-    TYPES,
     Blocks,
     choose_blocks,
     constants,
@@ -58,29 +56,24 @@ tile_count = compiled(tiles.tile_count)
 def scatter_cost(a: Mapping[str, Any]) -> Cost:
     """Rows of all ranks meet the weight; each rank's are written where it reads them."""
     m, n, k, world, size = a["m"], a["n"], a["k"], a["WORLD"], a["x"].element_size()
-    wire = a["WIRE"].primitive_bitwidth // 8
-    return Cost((world * m * k + n * k) * size + world * m * n * wire, 2.0 * world * m * n * k)
+    return Cost((world * m * k + n * k + world * m * n) * size, 2.0 * world * m * n * k)
 
 
 def reduce_cost(a: Mapping[str, Any]) -> Cost:
     """The parts of all ranks are added up."""
-    wire = a["WIRE"].primitive_bitwidth // 8
-    moved = a["m"] * a["n"] * (a["WORLD"] * wire + a["out"].element_size())
+    moved = a["m"] * a["n"] * (a["WORLD"] + 1) * a["out"].element_size()
     return Cost(moved, 0.0, ("out",))
 
 
-@declared(
-    scatter_cost, x="whole aligned", w="same", x_scales="scaled float32", w_scales="scaled float32"
-)
+@declared(scatter_cost, x="whole aligned", w="same")
 @triton.jit(do_not_specialize=["rank", "epoch"])
 def matmul_scatter_kernel(
-    x, w, x_scales, w_scales, outbox, raises, counters, tickets, m, n, k, stride_n, stride_k,
-    x_scale_stride, w_scale_stride, chunk_rows, flag_stride, chunks, rank, epoch,
-    WORLD: tl.constexpr, WIRE: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, RAISE: tl.constexpr,
+    x, w, outbox, raises, counters, tickets, m, n, k, stride_n, stride_k, chunk_rows, flag_stride,
+    chunks, rank, epoch, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
+    DOT_F32: tl.constexpr, PRECISION: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x [WORLD m, k] by w [n, k] (strides); rows of d go to outbox[d], [m, n] in WIRE."""
+    """Multiply x [WORLD m, k] by w [n, k] (strides); rows of d go to outbox[d], [m, n]."""
     xs = open_rows(x, WORLD * m, k, BLOCK_M, BLOCK_K, TMA)
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
     now = tl.load(epoch)
@@ -95,13 +88,10 @@ def matmul_scatter_kernel(
         )  # fmt: skip
         rows = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        if SCALED:
-            left = tl.load(x_scales + (first + rows) * x_scale_stride, rows < m, 0.0)
-            right = tl.load(w_scales + columns * w_scale_stride, columns < n, 0.0)
-            product = product * left[:, None] * right[None, :]
-        part = tl.multiple_of(tl.load(outbox + owner).to(tl.pointer_type(WIRE)), 16)
+        part = tl.multiple_of(tl.load(outbox + owner).to(x.dtype), 16)
         place = part + rows[:, None] * n + columns[None, :]
-        tl.store(place, product.to(WIRE), (rows < m)[:, None] & (columns < n)[None, :])
+        mask = (rows < m)[:, None] & (columns < n)[None, :]
+        tl.store(place, product.to(x.dtype.element_ty), mask)
         if owner != rank:
             tile_done(
                 raises, counters, owner, i, m, tl.cdiv(n, BLOCK_N), BLOCK_M, chunk_rows,
@@ -115,9 +105,9 @@ def matmul_scatter_kernel(
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def reduce_kernel(
     inbox, arrived, out, error, m, n, chunk_rows, flag_stride, rank, epoch, patience,
-    WORLD: tl.constexpr, WIRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [m, n] = sum over r, in order, of inbox[r], [m, n] in WIRE.
+    """Compute out [m, n] = sum over r, in order, of inbox[r], [m, n].
 
     A program waits for a chunk once, for all ranks together.
     """
@@ -134,21 +124,24 @@ def reduce_kernel(
         columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
         place = rows[:, None] * n + columns[None, :]
         mask = (rows < m)[:, None] & (columns < n)[None, :]
-        total = sum_parts(inbox, place, mask, WORLD, WIRE)
+        total = sum_parts(inbox, out, place, mask, WORLD)
         total = tl.where(came, total, float("nan"))
         tl.store(out + place, total.to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def sum_parts(inbox, place, mask, WORLD: tl.constexpr, WIRE: tl.constexpr):
-    """Return the fp32 sum of what ranks wrote at `place`, in rank order, read BATCH at a time."""
+def sum_parts(inbox, like, place, mask, WORLD: tl.constexpr):
+    """Return the fp32 sum of what ranks wrote at `place`, in rank order, read BATCH at a time.
+
+    like: a pointer to numbers of the same dtype.
+    """
     total = tl.zeros(place.shape, tl.float32)
     for first in tl.static_range(0, WORLD, BATCH):
         starts, parts = (), ()
         for at in tl.static_range(min(BATCH, WORLD - first)):
             starts = starts + (tl.load(inbox + first + at),)  # type: ignore[assignment]
         for at in tl.static_range(min(BATCH, WORLD - first)):
-            part = tl.multiple_of(starts[at].to(tl.pointer_type(WIRE)), 16)
+            part = tl.multiple_of(starts[at].to(like.dtype), 16)
             parts = parts + (tl.load(part + place, mask, 0.0),)
         for at in tl.static_range(min(BATCH, WORLD - first)):
             total += parts[at].to(tl.float32)
@@ -156,44 +149,33 @@ def sum_parts(inbox, place, mask, WORLD: tl.constexpr, WIRE: tl.constexpr):
 
 
 def matmul_scatter(
-    x: Tensor,
-    w: Tensor,
-    exchange: Exchange,
-    *,
-    scales: tuple[Tensor, Tensor] | None = None,
-    wire: torch.dtype | None = None,
-    blocks: Blocks | None = None,
+    x: Tensor, w: Tensor, exchange: Exchange, *, blocks: Blocks | None = None
 ) -> None:
-    """Send every rank its rows of x w^T, in `wire`: the first launch; x [world m, k], w [n, k]."""
+    """Send every rank its rows of x w^T: the first launch; x [world m, k], w [n, k].
+
+    w: any strides of which one is 1. Raises ValueError on a device or dtype that the kernels do not
+    take.
+    """
     check_device(x)
     (rows, k), n, world = x.shape, w.shape[0], exchange.world
     m = rows // world
     assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
     assert rows == world * m
     blocks = blocks or choose_blocks(x, w, m, exchange.sms_left)
-    left, right = scales or (x, w)
     matmul_scatter_kernel.launch(
         (blocks.programs,),
-        x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, exchange.tickets,
-        m, n, k, w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
-        exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
-        exchange.epoch, WORLD=world, WIRE=TYPES[wire or x.dtype], SCALED=scales is not None,
-        RAISE=raise_flag, **constants(blocks, w),
+        x, w, exchange.outbox, exchange.raises, exchange.counters, exchange.tickets, m, n, k,
+        w.stride(0), w.stride(1), exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m),
+        exchange.rank, exchange.epoch, WORLD=world, RAISE=raise_flag, **constants(blocks, w),
     )  # fmt: skip
 
 
-def add_parts(
-    out: Tensor,
-    exchange: Exchange,
-    *,
-    wire: torch.dtype | None = None,
-    programs: int | None = None,
-) -> None:
-    """Fill out [m, n] with the sum of what ranks send in `wire`: the second launch, which waits.
+def add_parts(out: Tensor, exchange: Exchange, *, programs: int | None = None) -> None:
+    """Fill out [m, n] with the sum of what ranks send: the second launch, which waits.
 
     programs: None for REDUCE_PROGRAMS on each SM but exchange.sms_left.
     """
-    (m, n), kind = out.shape, TYPES[wire or out.dtype]
+    m, n = out.shape
     if programs is None:
         sms = count_sms(out.device, exchange.sms_left) if out.is_cuda else 1
         programs = REDUCE_PROGRAMS * sms
@@ -201,31 +183,5 @@ def add_parts(
         (programs,),
         exchange.inbox, exchange.arrived, out, exchange.error.data_ptr(), m, n,
         exchange.chunk_rows, exchange.flag_stride, exchange.rank, exchange.epoch,
-        exchange.patience, WORLD=exchange.world, WIRE=kind, BLOCK_M=REDUCE_ROWS,
-        BLOCK_N=REDUCE_COLUMNS,
+        exchange.patience, WORLD=exchange.world, BLOCK_M=REDUCE_ROWS, BLOCK_N=REDUCE_COLUMNS,
     )  # fmt: skip
-
-
-def matmul_reduce_scatter(
-    x: Tensor,
-    w: Tensor,
-    exchange: Exchange,
-    *,
-    scales: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    wire: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-) -> Tensor:
-    """Return this rank's rows, [m, n], of the sum over ranks of x w^T; x [world m, k], w [n, k].
-
-    w: any strides of which one is 1. scales: fp32, of float8 rows of x and w, or one element each.
-    dtype: of the result; None: x's. wire: dtype in which ranks send; None: the result's. Raises
-    ValueError on a device or dtype that the kernels do not take.
-    """
-    check_device(x)
-    m = x.shape[0] // exchange.world
-    out = x.new_empty((m, w.shape[0]), dtype=dtype or x.dtype)
-    wire = wire or out.dtype
-    matmul_scatter(x, w, exchange, scales=scales, wire=wire, blocks=blocks)
-    add_parts(out, exchange, wire=wire, programs=blocks.programs if blocks else None)
-    return out

@@ -11,13 +11,6 @@ from torch import Tensor
 
 from mpu.kernels.launch import INTERPRETED
 
-TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-}
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -64,10 +57,8 @@ def blocks_for(dtype: torch.dtype, major: int, m: int, aligned: bool) -> Blocks:
     if dtype == torch.float32:
         return Blocks(128, 64, 16, warps=8, tma=tma)
     if not tma:
-        return Blocks(min(rows, 64 * dtype.itemsize), 128, 32, warps=8, stages=4)
-    if dtype.itemsize == 1 and major >= 10:
-        return Blocks(rows, 128, 128, warps=8, stages=4, tma=True)
-    return Blocks(rows, 256, 128 // dtype.itemsize, warps=8, stages=3, tma=True)
+        return Blocks(rows, 128, 32, warps=8, stages=4)
+    return Blocks(rows, 256, 64, warps=8, stages=3, tma=True)
 
 
 def constants(blocks: Blocks, w: Tensor) -> dict[str, Any]:

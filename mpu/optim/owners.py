@@ -15,13 +15,12 @@ planner ask the same plan.
 
     matrices_of     the matrices of a parameter: its sections, or what is fused
     plan_of         an owner for each, and the rounds in which they move: a bucket each
-    evenly          owners by cost alone, where there are no buckets yet
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
 
@@ -300,17 +299,6 @@ def plan_of(
     own = tuple((layout.own, bool(layout.sharing.zero_stage)) for layout in layouts)
     bare = Plan(tuple(matrices), (0,) * len(matrices), tuple(cuts), members, own, tuple(rounds))
     return replace(bare, owners=tuple(_owners(bare)))
-
-
-def evenly(costs: Sequence[int], members: int) -> list[int]:
-    """Return the owner of each matrix by cost alone: Graham's rule, without the preference for who
-    holds most. It is for sizes that have no plan yet; its fullest owner is about a plan's.
-    """
-    heap, owners = [(0, i) for i in range(members)], [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, owners[number] = heap[0]
-        heapreplace(heap, (load + costs[number], owners[number]))
-    return owners
 
 
 def _owners(plan: Plan) -> list[int]:

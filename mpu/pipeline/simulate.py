@@ -154,29 +154,20 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule,
-    costs: Costs,
-    bytes_for_b: Sequence[float] | None = None,
-    bytes_for_w: Sequence[float] | None = None,
-    speed: Speed | None = None,
+    schedule: Schedule, costs: Costs, speed: Speed | None = None
 ) -> Simulation:
     """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
     An overlapped F takes as long as it does alone, then its B: what the two hide is not known here.
 
-    bytes_for_b, bytes_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
-    without them peaks count activations, one for each micro-batch of a stage. An F holds nothing if
-    the schedule has no backward. speed: of ranks that slow each other down (play.py). Raises
-    ValueError if only one of bytes_for_b and bytes_for_w is given.
+    Peaks count activations, one for each micro-batch of a stage. An F holds nothing if the schedule
+    has no backward. speed: of ranks that slow each other down (play.py).
     """
-    if (bytes_for_b is None) != (bytes_for_w is None):
-        raise ValueError("simulate takes bytes_for_b and bytes_for_w, or neither")
-    for_b = bytes_for_b or [1.0] * schedule.stages
-    for_w = bytes_for_w or [1.0] * schedule.stages
+    ones = [1.0] * schedule.stages
     timeline = Timeline(_time(schedule, costs, speed))
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
     busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
-    peaks = peak_activations(schedule, for_b, for_w)
+    peaks = peak_activations(schedule, ones, ones)
     step = max(ends) - min(begins)
     return Simulation(
         timeline=timeline,
@@ -224,8 +215,8 @@ def peak_activations(
 ) -> list[tuple[float, float, float]]:
     """Return the most that each rank holds for its B's, for its W's, and for both at once.
 
-    for_b, for_w: as bytes_for_b and bytes_for_w of `simulate`. No time is needed: a rank's
-    list is in order.
+    for_b, for_w: what an F leaves for its B, and a B for its W, of each stage. No time is needed: a
+    rank's list is in order.
     """
     return [_peaks(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))]
 

@@ -17,7 +17,7 @@ import pretrain_llama
 from forecast import dry_run, memory_picture
 from forecast.dry_run import step_memory
 from forecast.like_ranks import ALONE, followed, turns
-from forecast.planner.rank_bytes import FEW, FEW_SHARDED
+from forecast.planner.rank_bytes import few_layers
 from forecast.recording import ACTIVATIONS, HOST, few_micro_batches, record, recordings_of
 from forecast.traffic import SMALL
 from forecast.traffic import rows as traffic_rows
@@ -198,8 +198,7 @@ def test_stages_of_few_layers_have_the_bytes_of_many(more, size):
     """A rank whose chunks differ by a layer too. Buckets are of less than a layer."""
     flags = f"{more} --micro-batch-size 1 --vocab-size 64 --device cuda --ddp-bucket-size 4096"
     config = read(f"{flags} --global-batch-size {32 * size}", 2 * size)
-    layers = FEW if config.parallel.zero < 2 else FEW_SHARDED
-    few, every = (recordings_of(config, pretrain_llama, n) for n in (layers, None))
+    few, every = (recordings_of(config, pretrain_llama, n) for n in (few_layers(config), None))
     near = 5e-3 if "--overlap-moe" in more else 1e-3  # a rank's pairs stand for another's
     for rank, (one, other) in enumerate(zip(few, every, strict=True)):
         mine, its = step_memory(config, one), step_memory(config, other)

@@ -12,14 +12,7 @@ import torch
 pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.conftest import World
-from tests.gpu.overlap_cases import (
-    LARGEST,
-    SIZES,
-    TRAINING_DTYPES,
-    of_training,
-    ragged,
-    workspace_on_gpu,
-)
+from tests.gpu.overlap_cases import LARGEST, SIZES, of_training, ragged, workspace_on_gpu
 from tests.mpu.kernels.cases import Turns, check, run_cases
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +45,8 @@ def test_ragged_shapes_and_late_ranks(ranks, largest):
         check(ranks.run(run, cases[start : start + 26]))
 
 
-@pytest.mark.parametrize("dtype", TRAINING_DTYPES)
-def test_the_blocks_that_training_takes(ranks, dtype):
-    check(ranks.run(run, of_training(ranks.size, dtype)))
+def test_the_blocks_that_training_takes(ranks):
+    check(ranks.run(run, of_training(ranks.size)))
 
 
 def copy_beside(comm):

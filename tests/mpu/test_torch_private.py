@@ -334,12 +334,6 @@ def test_an_export_for_megatron_is_refused_first(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_torchs_compiler_need_not_be_there(monkeypatch):
-    importlib.import_module("torch._dynamo")
-    hide(monkeypatch, "torch._dynamo")
-    torch_private.preload_compiler()
-
-
 # a whole run
 
 HIDING = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forecast.rehearsal.host import CALLS as NATIVE
-from mpu.kernels.by_address import CALLS, TENSOR, Requirements, scaled_mm, wrong
+from mpu.kernels.by_address import CALLS, TENSOR, scaled_mm, wrong
 from tests.forecast.rehearsal.layout_mutants import ENVIRONMENT, MUTANTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,14 +55,6 @@ def test_a_row_names_the_argument_and_its_source():
     assert x is lse and "reads logsumexp by address, which must be contiguous" in why
     assert "attention" in why and "not read again" in why
     assert not list(wrong(call, {"logsumexp": lse.contiguous(), "query": None}))
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_scales_count_where_a_launch_is_scaled(scaled):
-    required = Requirements({"x": ("whole",), "x_scales": ("scaled", "float32")}, "a.py")
-    x = torch.zeros(4, dtype=torch.bfloat16)  # stands in for scales that are not read
-    found = list(wrong("triton::k", {"x": x, "x_scales": x, "SCALED": scaled}, required))
-    assert len(found) == scaled
 
 
 def test_codes_at_an_odd_address_are_refused():

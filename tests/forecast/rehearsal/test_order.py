@@ -94,7 +94,7 @@ def test_other_bytes_of_a_storage_are_not_what_was_written():
 
 def test_what_the_host_has_seen_is_before_all_that_it_launches_then():
     made = alloc(), transfer(3, (), (0,))
-    assert kinds(*made, Polled(-1, 0), launch(4, read=(0,))) == []
+    assert kinds(*made, Polled(0), launch(4, read=(0,))) == []
     assert kinds(*made, HostWait(-1, -1, "", at(5)), launch(4, read=(0,))) == []
     assert kinds(*made, HostWait(-1, SIDE, "", at(5)), launch(4, read=(0,))) != []
 
@@ -106,7 +106,7 @@ def test_a_freed_storage_is_not_in_use_by_a_stream_that_its_own_has_not_waited_f
     assert kinds(*made, wait(stream), Free(0, "a.py:8")) == []
     assert kinds(*made, RecordStream(0, COMM, "a.py:7"), Free(0, "a.py:8")) == []
     assert kinds(*made, RecordStream(0, 5, "a.py:7"), Free(0, "a.py:8")) != []
-    assert kinds(*made, Polled(-1, 0), Free(0, "a.py:8")) == []
+    assert kinds(*made, Polled(0), Free(0, "a.py:8")) == []
 
 
 def test_the_host_reads_pinned_memory_after_its_copy():

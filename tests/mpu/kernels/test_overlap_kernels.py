@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="this platform has no triton")
 
-from tests.mpu.kernels.cases import check, give_way, run_cases, sample
+from tests.mpu.kernels.cases import check, give_way, matmul_reduce_scatter, run_cases, sample
 
 LINE, CHUNKS = 64, 64
 TIMEOUT = timedelta(seconds=60)
@@ -41,14 +41,14 @@ class Memory:
         self.error = torch.zeros(1, dtype=torch.int32)
 
     def begin(self, piece_bytes):
-        self.piece, self.shared = -(-piece_bytes // 16) * 16, False
+        self.piece = -(-piece_bytes // 16) * 16
         self.turn = self.workspace.begin(self.piece * self.size)
 
-    def exchange(self, chunk_rows, in_place=False, epoch=None, patience=20_000_000):
-        """The kernels' view of this turn. in_place: a rank's rows stay in its own part."""
+    def exchange(self, chunk_rows, epoch=None, patience=20_000_000):
+        """The kernels' view of this turn."""
         from mpu.kernels.signals import Exchange
 
-        me, n, self.shared = self.rank, self.size, in_place
+        me, n = self.rank, self.size
         slot = self.turn.part(0, (1,), torch.uint8).data_ptr()
         flags = self.flags.data.data_ptr()
 
@@ -60,7 +60,7 @@ class Memory:
             world=n,
             epoch=torch.tensor([self.turn.epoch if epoch is None else epoch], dtype=torch.int32),
             chunk_rows=chunk_rows,
-            inbox=table(lambda r: slot + (r * n if in_place else me * n + r) * self.piece),
+            inbox=table(lambda r: slot + (me * n + r) * self.piece),
             arrived=table(lambda r: flags + (r * n + me) * CHUNKS * LINE),
             outbox=table(lambda r: slot + (r * n + me) * self.piece),
             raises=table(lambda r: flags + (me * n + r) * CHUNKS * LINE),
@@ -71,18 +71,17 @@ class Memory:
             patience=patience,
         )
 
-    def own(self, shape, dtype):
-        """Where this rank's rows lie for all to read."""
-        return self.turn.part(self.rank, shape, dtype)
-
     def part(self, rank, shape, dtype):
         """What a rank gave to this one."""
         raw = self.turn.part(self.rank, (self.size, self.piece), torch.uint8)[rank]
         return raw[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def end(self):
-        """Fill this rank's part with NaN (0xff is one in every dtype), then let it go."""
-        if self.shared:  # others may still read it
+    def end(self, shared=False):
+        """Fill this rank's part with NaN (0xff is one in every dtype), then let it go.
+
+        shared: others may still read it.
+        """
+        if shared:
             self.turn.signal_all()
             self.turn.wait()
         self.turn.part(self.rank, (self.size * self.piece,), torch.uint8).fill_(255)
@@ -175,15 +174,12 @@ def run_out(comm):
         y = all_gather_matmul(x, w, exchange)
         assert torch.equal(y[:5], x @ w.t()) and y[5:].isnan().all()
         said = late_rank(space, exchange)
-    space.shared = True
-    space.end()
+    space.end(shared=True)
     return said
 
 
 def run_out_in_a_sum(comm):
     """Rank 1 sends no parts: rank 0 waits for all at once, names it, and its rows are NaN."""
-    from mpu.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-
     space, said = memory(comm, 2), ""
     x, w = torch.ones(10, 8), torch.ones(3, 8)
     space.begin(5 * 3 * x.itemsize)
@@ -191,8 +187,7 @@ def run_out_in_a_sum(comm):
     if space.rank == 0:
         assert matmul_reduce_scatter(x, w, exchange).isnan().all()
         said = late_rank(space, exchange)
-    space.shared = True
-    space.end()
+    space.end(shared=True)
     return said
 
 
@@ -204,8 +199,6 @@ def test_a_wait_that_runs_out(interpreted, case):
 
 def wrap(comm):
     """Flags count past 2**31 and 2**32."""
-    from mpu.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-
     space = memory(comm, 2)
     x, w = torch.arange(80.0).view(10, 8), torch.ones(3, 8)
     for start in (2**31, 2**32):

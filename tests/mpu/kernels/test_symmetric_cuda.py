@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="this platform has no triton")
 
-from tests.mpu.kernels.cases import Turns, check, give_way, run_cases, sample
+from tests.mpu.kernels.cases import Turns, check, give_way, matmul_reduce_scatter, run_cases, sample
 
 LINE = 64
 TIMEOUT = timedelta(seconds=60)
@@ -90,7 +90,7 @@ def run_turns(comm, cases):
 
 @pytest.mark.prove
 def test_the_turns_of_gpus(interpreted):
-    cases = sample(8, 4, seed=6, largest=20, in_place=False)
+    cases = sample(8, 4, seed=6, largest=20)
     check(interpreted(4).run(run_turns, cases))
 
 
@@ -114,7 +114,6 @@ def replay(comm):
     Three turns: a slot is used twice, the other once, so the slots' counts differ.
     """
     from mpu.kernels.all_gather_matmul import all_gather_matmul
-    from mpu.kernels.matmul_reduce_scatter import matmul_reduce_scatter
     from mpu.overlap.cuda import chunk_rows
 
     with pytest.MonkeyPatch.context() as patch:

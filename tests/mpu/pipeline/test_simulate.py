@@ -12,6 +12,7 @@ from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forwa
 from mpu.pipeline.simulate import (
     Costs,
     ScheduleError,
+    peak_activations,
     rehearse,
     simulate,
     validate,
@@ -290,13 +291,8 @@ def test_the_turn_of_a_v_pays_no_message():
 
 def test_peaks_count_bytes_of_each_stage():
     schedule = build("zb-h1", 2, 3)
-    cost = simulate(schedule, Costs([1] * 2, [1] * 2, [1] * 2), [100, 10], [30, 3])
     assert "".join(a.kind for a in schedule.ranks[1]) == "FBFBWFBWW"
-    assert cost.peak_for_b == (200, 10)
-    assert cost.peak_for_w == (30, 6)
-    assert cost.peak == (200, 13)
-    with pytest.raises(ValueError, match="bytes_for_b and bytes_for_w, or neither"):
-        simulate(schedule, Costs([1] * 2, [1] * 2, [1] * 2), [100, 10])
+    assert peak_activations(schedule, [100, 10], [30, 3]) == [(200, 30, 200), (10, 6, 13)]
 
 
 def test_forwards_alone_hold_nothing_and_take_no_longer_than_they_must():
