@@ -248,28 +248,6 @@ def test_mup_divides_and_a_group_multiplies():
     assert len(groups) == 6 * 3 * 2
 
 
-MUON_WAYS = test_frozen.MUON_WAYS
-MUON_GROUPS = [
-    ("layers.1.* frozen", "*.mlp.* lr-mult=0.25 wd-mult=4"),
-    ("*norm* embedding.* lr-mult=2", "*.qkv.* lr-mult=0.5 wd-mult=0"),
-    ("* lr-mult=0.5", "layers.[02].* lr-mult=2 wd-mult=3", "head.* frozen"),
-]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("which", range(3))
-def test_muon_on_any_layout(world, which):
-    base = test_frozen.MUON | dict(file=FILE, groups=MUON_GROUPS[which])
-    one = run_layout(test_frozen._One(), base | dict(tp=1, dp=1, m=1), STEPS)
-    full = {name: torch.from_numpy(values) for name, _, _, values in one["held"]}
-    for rank in world(2).run(run_cases, [base | way for way in MUON_WAYS], STEPS):
-        for way, got in zip(MUON_WAYS, rank, strict=True):
-            assert got["losses"] == pytest.approx(one["losses"], rel=1e-10), way
-            for name, dim, start, local in got["held"]:
-                wanted = full[name].narrow(dim, start, local.shape[dim])
-                assert (torch.from_numpy(local) - wanted).abs().max() < 1e-8, (way, name)
-
-
 BITS = ("*norm* lr-mult=0.5", "layers.0.* head.* lr-mult=3 wd-mult=0", "layers.1.* frozen")
 
 

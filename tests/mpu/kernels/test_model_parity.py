@@ -3,8 +3,7 @@
 
 tests/model/test_parity.py itself runs in csrc/fused.cpp. In fp64, each gradient within
 1e-12 of the serial twin's norm: norm with the residual add, RoPE, SwiGLU. The kernels of the loss
-and of AdamW know no fp64, so csrc or torch does these there. In fp32 all of them run, for two
-steps, within 1e-4.
+know no fp64, so csrc does it there. In fp32 all of them run, for two steps, within 1e-4.
 """
 
 import random
@@ -17,7 +16,7 @@ from tests.model.fused_on import KERNELS, on_kernels
 from tests.model.test_parity import cases, twins  # noqa: F401  # a fixture
 from tests.model.twin import Twin, check
 
-NARROW = dict(dtype="float32", backend="triton", lr=1e-2)
+NARROW = dict(dtype="float32", lr=1e-2)
 
 
 def compare(world, twin_of, size: int, some: list[dict]) -> None:

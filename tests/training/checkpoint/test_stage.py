@@ -3,14 +3,12 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from mpu.comm.collectives import all_reduce
 from mpu.grid import Grid
-from training.checkpoint import NamedPiece, SaveError, find_latest, load, save
+from training.checkpoint import SaveError, find_latest, load, save
 from training.checkpoint.pieces import whole
 from training.checkpoint.stage import Background, Staging
 
@@ -69,43 +67,3 @@ def test_work_waits_for_earlier_work() -> None:
     go.set()
     background.wait()
     assert order == [1, 2]
-
-
-def save_and_train(comm: Any, root: str) -> list[float]:
-    """Save in the background, over and over, while the trainer's own collectives go on."""
-    grid = comm.grid()
-    from datetime import timedelta
-
-    grid.add_background(timedelta(seconds=60))
-    mine = [
-        NamedPiece("t", (64, 33), (32 * comm.rank, 0), (32, 33), torch.zeros(32, 33)),
-        NamedPiece("both", (40,), (0,), (40,), torch.zeros(40), (grid.dp_cp,)),
-    ]
-    staging, background, sums = Staging(mine), Background(), []
-    for step in range(1, 5):
-        background.wait()
-        for piece in mine:
-            piece.tensor.fill_(step)
-        copies = staging.copy(mine)
-
-        def work(step: int = step, copies: Any = copies) -> None:
-            save(root, step=step, pieces=copies, state={}, grid=grid, world=grid.background)
-
-        background.start(work)
-        for i in range(50):  # on the training group, in another order than the thread's
-            x = torch.full((1000,), float(comm.rank + i))
-            all_reduce(x, grid.world)[1].wait()
-            sums.append(x[0].item())
-            mine[0].tensor.add_(1.0)
-    background.wait()
-    found = find_latest(root, grid, pieces=mine)
-    assert found is not None and found.step == 4
-    load(found, mine, grid)
-    assert all(set(p.tensor.flatten().tolist()) == {4.0} for p in mine)
-    return sums
-
-
-def test_it_does_not_disturb_the_trainers_collectives(world: Any, tmp_path: Path) -> None:
-    expected = [2.0 * i + 1 for _ in range(4) for i in range(50)]
-    assert world(2).run(save_and_train, str(tmp_path)) == [expected, expected]
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_{i:08d}" for i in range(1, 5)]

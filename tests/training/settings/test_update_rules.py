@@ -86,10 +86,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.prove), "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
-def test_levels_and_offload_change_no_bit(world, name, dtype):
-    case = BASE | dict(optimizer=name, dtype=dtype)
+def test_levels_and_offload_change_no_bit(world, name):
+    case = BASE | dict(optimizer=name, dtype="bfloat16")
     first, *others = [world(2).run(train, case | way, 4) for way in WAYS]
     assert len(set(first[0]["losses"])) == 4, "nothing was trained"
     for way, other in zip(WAYS[1:], others, strict=True):
