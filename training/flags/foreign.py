@@ -10,11 +10,9 @@ program would do is left undone.
 """
 
 import difflib
-import math
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -445,20 +443,13 @@ def _what_else(name: str, value: str) -> str:
 
 
 def alike_in_words(name: str) -> list[str]:
-    """Return up to 2 live flags that may mean the same as `name`, the likeliest first.
-
-    Two names are alike where they share half of their words, each counted by how few of this
-    program's flags have it (the inverse document frequency of text retrieval).
+    """Return up to 2 live flags that may mean the same as `name`, the likeliest first: those with
+    which it shares half of all words that the two have.
     """
-    documents = _documents()
-    seen = Counter(word for _, words in documents for word in words)
-    weight = {word: math.log(1 + len(documents) / n) for word, n in seen.items()}
-    typed, usual = _words(name), math.log(1 + len(documents) / 20)
-    scores: dict[str, float] = {}
-    for flag, words in documents:
-        both = sum(weight[word] for word in words & typed)
-        either = sum(weight.get(word, usual) for word in words | typed)
-        scores[flag] = max(scores.get(flag, 0.0), both / either if either else 0.0)
+    typed, scores = _words(name), dict[str, float]()
+    for flag, words in _documents():
+        alike = len(words & typed) / max(1, len(words | typed))
+        scores[flag] = max(scores.get(flag, 0.0), alike)
     best = sorted(scores, key=lambda flag: -scores[flag])[:2]
     return [flag for flag in best if scores[flag] >= max(LIKE, 0.8 * scores[best[0]])]
 

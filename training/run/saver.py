@@ -91,12 +91,7 @@ class Saver:
 
         def claim() -> None:
             if world.rank == 0:
-                with self.activity.waiting(
-                    "the lock of --save",
-                    lambda: f"waiting for the lock of --save {root}, which another run holds",
-                    limit=patience,
-                    over=lambda: f"the other run that held the lock of --save {root} has ended",
-                ):
+                with self.activity.doing(f"taking the lock of --save {root}"):
                     self._lock = DirectoryLock(root, self.note, patience)
                 if self._hf is not None:
                     self._hf.begin()

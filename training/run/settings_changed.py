@@ -162,7 +162,7 @@ def _reported(key: str, config: Config) -> bool:
 
 def _recorded(key: str, saved: Mapping[str, Any]) -> bool:
     row = SETTINGS.get(key)
-    return key in saved or (row is not None and row.older is not None)
+    return key in saved or (row is not None and row.added)
 
 
 def _default(key: str) -> Any:
@@ -176,8 +176,8 @@ def _value(key: str, flat: Mapping[str, Any]) -> Any:
     row, value = SETTINGS.get(key), flat.get(key)
     if row is None:
         return value
-    if key not in flat and row.older is not None:
-        value = row.older
+    if key not in flat and row.added:
+        value = row.default
     if value is None and row.derived in KEYS:
         return _value(KEYS[row.derived], flat)
     value = _default(key) if value is None else value

@@ -40,7 +40,9 @@ from training.settings.setting import (
     setting,
 )
 
-YARN: dict[str, Any] = {"needs": "--position-embedding-type", "needs_value": "yarn"}
+YARN: dict[str, Any] = {
+    "needs": "--position-embedding-type", "needs_value": "yarn", "added": True,
+}  # fmt: skip
 CHANGES = ("seed", "data", "tokenizer", "batch", "rope", "mup")  # what --allow-change may name
 TOKENIZERS = (
     "SentencePieceTokenizer",
@@ -126,13 +128,13 @@ class ModelConfig:
         "divide the positions by this (linear interpolation, rope_type linear of a config.json)",
         "ratio",
         real(1),
-        older=1.0,
+        added=True,
     )
     position_embedding_type: str = setting(
         "rope",
         "positions are rotary; yarn stretches them to more positions than the model was trained at",
         rule=one_of("rope", "yarn"),
-        older="rope",
+        added=True,
         stops=(
             Stop(
                 "--position-embedding-type yarn & --use-rope-scaling",
@@ -143,30 +145,30 @@ class ModelConfig:
     )
     rotary_scaling_factor: float = setting(
         1.0, "how many times as many positions YaRN makes of its original ones", "ratio",
-        real(1), older=1.0, **YARN,
+        real(1), **YARN,
     )  # fmt: skip
     yarn_original_max_position_embeddings: int = setting(
         4096, "positions that the model was trained at before YaRN", "tokens",
-        integer(1, 1_099_511_627_776), older=4096, **YARN,
+        integer(1, 1_099_511_627_776), **YARN,
     )  # fmt: skip
     yarn_beta_fast: float = setting(
         32.0, "YaRN keeps a frequency that turns more often within its original positions", "turns",
-        POSITIVE, older=32.0, **YARN,
+        POSITIVE, **YARN,
     )  # fmt: skip
     yarn_beta_slow: float = setting(
         1.0, "YaRN divides a frequency that turns less often by its factor", "turns",
-        POSITIVE, older=1.0, **YARN,
+        POSITIVE, **YARN,
     )  # fmt: skip
     no_yarn_correction_range_round_to_int: bool = setting(
         False, "do not round the ends of the range between them to whole frequencies",
-        older=False, **YARN,
+        **YARN,
     )  # fmt: skip
     mscale: float = setting(
         1.0, "YaRN multiplies cos and sin by (0.1 ln(factor) x this + 1) / (0.1 ln(factor) x "
-        "--mscale-all-dim + 1)", "ratio", real(), older=1.0, **YARN,
+        "--mscale-all-dim + 1)", "ratio", real(), **YARN,
     )  # fmt: skip
     mscale_all_dim: float = setting(
-        0.0, "see --mscale", "ratio", real(), older=0.0, **YARN,
+        0.0, "see --mscale", "ratio", real(), **YARN,
     )  # fmt: skip
     untie_embeddings_and_output_weights: bool = setting(
         False, "give the output layer its own weights", off="left out, one tied matrix"
@@ -181,7 +183,7 @@ class ModelConfig:
         False,
         "scale initial weights, AdamW's learning rates, attention and logits by the width, so that "
         "the best learning rate is that of the base width (muP)",
-        older=False,
+        added=True,
     )
     mup_base_hidden_size: int = setting(
         0,
@@ -190,11 +192,11 @@ class ModelConfig:
         "channels",
         integer(0, 1_048_576),
         "--use-mup",
-        older=0,
+        added=True,
     )
     mup_embedding_mult: float = setting(
         1.0, "what the embedding's output is multiplied by", "ratio", POSITIVE, "--use-mup",
-        older=1.0,
+        added=True,
     )  # fmt: skip
     mup_output_mult: float = setting(
         1.0,
@@ -203,7 +205,7 @@ class ModelConfig:
         POSITIVE,
         "--use-mup",
         derived="base hidden size / hidden size, also where 1 is given",
-        older=1.0,
+        added=True,
     )
     mup_base_head_dim: float = setting(
         0.0,
@@ -212,7 +214,7 @@ class ModelConfig:
         real(),
         "--use-mup",
         off="0, q k^T / d",
-        older=0.0,
+        added=True,
     )
     model_file: str = setting(
         "model/llama.py",
@@ -250,7 +252,7 @@ OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
         ("sgd", "SGD"), ("lion", "Lion"), ("soap", "SOAP"), ("adaptive_muon", "AdaMuon")
     )
 )  # fmt: skip
-MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon"}
+MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon", "added": True}
 # the sizes of a model with experts besides a Llama's: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
@@ -269,7 +271,7 @@ class MoEConfig:
         "experts",
         integer(0, 16384),
         off="left out or 1, a dense model",
-        older=0,
+        added=True,
         stops=(
             Stop(
                 "--num-experts & --tensor-model-parallel-size",
@@ -286,7 +288,7 @@ class MoEConfig:
         ),
     )
     moe_router_topk: int = setting(
-        2, "experts of a token, k", "experts", integer(1, 16384), EXPERTS, older=2
+        2, "experts of a token, k", "experts", integer(1, 16384), EXPERTS, added=True
     )
     moe_ffn_hidden_size: int = setting(
         0,
@@ -295,7 +297,7 @@ class MoEConfig:
         integer(1, 8_388_608),
         EXPERTS,
         derived="--ffn-hidden-size",
-        older=0,
+        added=True,
     )
     moe_layer_freq: Any = setting(
         1,
@@ -303,28 +305,28 @@ class MoEConfig:
         "layers",
         PATTERN,
         EXPERTS,
-        older=1,
+        added=True,
     )
     moe_router_pre_softmax: bool = setting(
         False,
         "weights are the chosen part of a softmax over all experts; without it a softmax over the "
         "chosen ones",
         needs=EXPERTS,
-        older=False,
+        added=True,
     )
     moe_router_score_function: str = setting(
         "softmax", "what turns logits into scores", "", one_of("softmax", "sigmoid"), EXPERTS,
-        older="softmax",
+        added=True,
     )  # fmt: skip
     moe_router_topk_scaling_factor: float = setting(
-        1.0, "factor of the experts' weights", "ratio", POSITIVE, EXPERTS, older=1.0
+        1.0, "factor of the experts' weights", "ratio", POSITIVE, EXPERTS, added=True
     )
     moe_router_enable_expert_bias: bool = setting(
         False,
         "add a bias to sigmoid scores where experts are chosen; it follows from the tokens of each "
         "expert in the global batch",
         needs=EXPERTS,
-        older=False,
+        added=True,
         stops=(
             Stop(
                 "--moe-router-enable-expert-bias & --moe-router-score-function softmax",
@@ -340,7 +342,7 @@ class MoEConfig:
         "score",
         real(),
         "--moe-router-enable-expert-bias",
-        older=1e-3,
+        added=True,
     )
     moe_router_num_groups: int = setting(
         0,
@@ -349,7 +351,7 @@ class MoEConfig:
         integer(0, 16384),
         EXPERTS,
         off="0 or 1",
-        older=0,
+        added=True,
     )
     moe_router_group_topk: int = setting(
         0,
@@ -358,7 +360,7 @@ class MoEConfig:
         integer(0, 16384),
         "--moe-router-num-groups",
         off="0",
-        older=0,
+        added=True,
     )
     moe_shared_expert_intermediate_size: int = setting(
         0,
@@ -367,7 +369,7 @@ class MoEConfig:
         integer(0, 8_388_608),
         EXPERTS,
         off="0",
-        older=0,
+        added=True,
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
@@ -377,17 +379,17 @@ class MoEConfig:
         "names",
         one_of("none", "aux_loss", "seq_aux_loss", "lagged_global_aux_loss", several=True),
         EXPERTS,
-        older=("aux_loss",),
+        added=True,
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,), "factor of each of them", "ratios", REALS, EXPERTS, older=(0.0,)
+        (0.0,), "factor of each of them", "ratios", REALS, EXPERTS, added=True
     )
     moe_z_loss_coeff: float = setting(
         0.0, "factor of the mean square of the router's logsumexp", "ratio", real(),
-        EXPERTS, older=0.0,
+        EXPERTS, added=True,
     )  # fmt: skip
     moe_router_force_load_balancing: bool = setting(
-        False, "give every expert as many tokens, for a measurement", needs=EXPERTS, older=False
+        False, "give every expert as many tokens, for a measurement", needs=EXPERTS, added=True
     )
     moe_expert_capacity_factor: float = setting(
         0.0,
@@ -397,27 +399,27 @@ class MoEConfig:
         real(),
         EXPERTS,
         off="0, no token is dropped",
-        older=0.0,
+        added=True,
     )
     moe_pad_expert_input_to_capacity: bool = setting(
         False,
         "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
         needs="--moe-expert-capacity-factor",
-        older=False,
+        added=True,
         reported=False,
     )
     moe_per_layer_logging: bool = setting(
         False,
         "log each layer's load and router's losses, and with --log-json the tokens of each expert",
         needs=EXPERTS,
-        older=False,
+        added=True,
         changes_numbers=False,
         reported=False,
     )
     qk_layernorm: bool = setting(
         False,
         "normalise queries and keys, as Qwen3 does; a dense model is then model/qwen3.py",
-        older=False,
+        added=True,
     )
 
     @property
@@ -964,7 +966,7 @@ class OptimizerConfig:
         "adam",
         "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
         rule=one_of("adam", "muon", other=(("dist_muon", "muon"),), lacking=OPTIMIZERS_ELSEWHERE),
-        older="adam",
+        added=True,
     )
     lr: float = setting(3e-4, "peak learning rate", "per step", real(), required=True, start=True)
     min_lr: float = setting(0.0, "floor of the decay", "per step", real(), off="0")
@@ -1040,26 +1042,25 @@ class OptimizerConfig:
         "multiplies their learning rate and weight decay; may be repeated, and the last one counts",
         rule=PARAM_GROUP,
         ours=True,
-        older=(),
+        added=True,
     )
     adam_beta1: float = setting(0.9, "decay of the first moment", rule=FRACTION)
     adam_beta2: float = setting(0.999, "decay of the second moment", rule=FRACTION)
     adam_eps: float = setting(1e-8, "added to the root of the second moment", rule=POSITIVE)
     muon_momentum: float = setting(
-        0.9, "Muon's momentum: the average keeps this share", rule=FRACTION, **MUON, older=0.9
+        0.9, "Muon's momentum: the average keeps this share", rule=FRACTION, **MUON
     )
     muon_use_nesterov: bool = setting(
-        False, "Muon's momentum looks a step ahead", **MUON, older=False
+        False, "Muon's momentum looks a step ahead", **MUON
     )
     muon_num_ns_steps: int = setting(
-        5, "Newton-Schulz iterations of a matrix", "steps", integer(1, 99), **MUON, older=5
+        5, "Newton-Schulz iterations of a matrix", "steps", integer(1, 99), **MUON
     )
     muon_coefficient_type: str = setting(
         "quintic",
         "coefficients of these iterations",
         rule=one_of(*"simple quintic polar_express cans aol cubic5 deepseekv4".split()),
         **MUON,
-        older="quintic",
         stops=(
             Stop(
                 "--muon-coefficient-type cubic5 & --muon-num-ns-steps",
@@ -1075,33 +1076,30 @@ class OptimizerConfig:
         "or sqrt(max(1, o / i))",
         rule=one_of("spectral", "unit_rms_norm", "shape_scaling"),
         **MUON,
-        older="spectral",
     )
     muon_extra_scale_factor: float = setting(
-        1.0, "another factor of an update", rule=POSITIVE, **MUON, older=1.0
+        1.0, "another factor of an update", rule=POSITIVE, **MUON
     )
     muon_no_split_qkv: bool = setting(
-        False, "take queries, keys and values of a layer as one matrix", **MUON, older=False
+        False, "take queries, keys and values of a layer as one matrix", **MUON
     )
     muon_no_split_gate_up: bool = setting(
         False,
         "take gate and up of an MLP as one matrix, as Megatron-LM does",
         ours=True,
         **MUON,
-        older=False,
     )
     muon_fp32_matmul_prec: str = setting(
         "medium",
         "precision of these iterations: medium is bf16, high and highest are fp32",
         rule=one_of("medium", "high", "highest", lacking=(("low", "torch has no such precision"),)),
         **MUON,
-        older="medium",
     )
     qk_clip: bool = setting(
         False,
         "multiply the rows of W_q and W_k of a key/value group whose largest attention logit is "
         "above --qk-clip-threshold, after each update (MuonClip)",
-        older=False,
+        added=True,
     )
     qk_clip_alpha: float = setting(
         0.5,
@@ -1109,11 +1107,11 @@ class OptimizerConfig:
         "power",
         FRACTION,
         needs="--qk-clip",
-        older=0.5,
+        added=True,
     )
     qk_clip_threshold: float = setting(
         100.0, "largest attention logit that is left as it is", "logit", POSITIVE, "--qk-clip",
-        older=100.0,
+        added=True,
     )  # fmt: skip
     output_z_loss_coeff: float = setting(
         0.0,
@@ -1122,7 +1120,7 @@ class OptimizerConfig:
         real(0, 0.1),
         off="0",
         ours=True,
-        older=0.0,
+        added=True,
     )
     clip_grad: float = setting(
         1.0, "scale the gradients down to at most this norm", "global norm", real(), off="0"
@@ -1214,7 +1212,7 @@ class DataConfig:
         "megatron's is that of Megatron-LM's GPTDataset and BlendedDataset",
         rule=one_of("weft", "megatron"),
         ours=True,
-        older="weft",
+        added=True,
     )
     data_cache_path: str | None = setting(
         None,
@@ -1658,7 +1656,7 @@ class Float8Config:
         integer(1),
         needs="--fp8-recipe",
         needs_value="delayed",
-        older=1,
+        added=True,
     )
     fp8_amax_compute_algo: str = setting(
         "most_recent",
@@ -1666,7 +1664,7 @@ class Float8Config:
         rule=one_of("most_recent", "max"),
         needs="--fp8-recipe",
         needs_value="delayed",
-        older="most_recent",
+        added=True,
     )
     fp8_wgrad_bf16: bool = setting(
         False,

@@ -107,7 +107,7 @@ class Config:
                 out |= {"data.stages": [asdict(each) for each in value]} if value else {}
             elif part.name not in ("notes", "given", "command_line"):
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
-        older = {name: row.older for name, row in SETTINGS.items() if row.older is not None}
+        older = {name: row.default for name, row in SETTINGS.items() if row.added}
         return {k: _plain(v) for k, v in out.items() if k not in older or v != older[k]}
 
     def digest(self) -> str:
@@ -144,7 +144,7 @@ SECTIONS: dict[str, Any] = {p.name: p.type for p in fields(Config) if is_datacla
 
 def _idle(row: Any, flat: dict[str, Any]) -> bool:
     """Return whether a setting that older checkpoints lack has no effect."""
-    if row.older is None or not row.needs_value:
+    if not row.added or not row.needs_value:
         return False
     field = row.needs[0].removeprefix("--").replace("-", "_")
     return all(v != row.needs_value for k, v in flat.items() if k.rpartition(".")[2] == field)

@@ -228,7 +228,7 @@ class Setting:
     stops: tuple[Stop, ...] = ()  # what it cannot be together with, or without
     ours: bool = False  # Megatron-LM has no flag of this name
     start: bool = False  # shown by --help alone
-    older: Any = None  # the value of older checkpoints, which lack it: a digest leaves it out
+    added: bool = False  # older checkpoints lack it and had its default: a digest leaves that out
     local: bool = False  # may differ between the ranks of a run: a place on a node
     changes_numbers: bool = True  # in a section that defines the numbers of the run
     reported: bool | None = None  # a resume says where it differs; None: as its section does

@@ -106,7 +106,7 @@ def test_every_setting_that_changes_the_numbers_is_told_with_both_values():
         named = row.reported or (row.reported is None and section in settings_changed.SECTIONS)
         if not named or key in compared or key == "batch.micro_batch_size":
             continue
-        now = here.flat().get(key, row.older if row.older is not None else row.default)
+        now = here.flat().get(key, row.default)
         now = settings_changed._value(key, here.flat()) if now is None else now
         was = another(row, now)
         state = SimpleNamespace(directory="run/3", state={"config": here.flat() | {key: was}})
