@@ -307,6 +307,11 @@ def why_none(root: str | os.PathLike[str]) -> str:
     return nothing_downloaded(root)
 
 
+def nothing_at(flag: str, root: str | os.PathLike[str]) -> CheckpointError:
+    """Return the error of a flag that names a directory without a checkpoint."""
+    return CheckpointError(f"{flag} {root}: no checkpoint there ({why_none(root)})")
+
+
 def places(
     load: str | None, branch_from: str | None, step: int | None, pretrained: str | None = None
 ) -> list[tuple[str, Path, int | None]]:

@@ -100,13 +100,8 @@ def open_json(path: Path, flag: str = "--log-json") -> Any:
 
 def open_tensorboard(directory: str, start_iteration: int) -> Any:
     """Open TensorBoard's writer, hiding events after the iteration that the run resumes from."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            f"--tensorboard-dir {directory}: the package tensorboard is not installed;"
-            " pip install tensorboard, or omit the flag"
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter  # training/run/start.py: it is installed
+
     try:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         purge = start_iteration + 1 if start_iteration else None
@@ -118,13 +113,8 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
 
 def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None) -> Any:
     """Start a Weights & Biases run."""
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(
-            f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
-            " or omit the flag"
-        ) from None
+    import wandb  # training/run/start.py: it is installed
+
     try:
         with owner_only():
             return wandb.init(project=project, name=name, config=run_config)

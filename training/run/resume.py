@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from training import checkpoint
+from training.checkpoint.find import nothing_at
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.manifest import STATE
@@ -70,13 +71,11 @@ class Resume:
         if found is None and c.branch_from:
             found = self.find("--branch-from", c.branch_from, False, c.no_load_optim)
             if found is None:
-                raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
+                raise nothing_at("--branch-from", c.branch_from)
         if found is None and c.pretrained_checkpoint:
             found = self.find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
             if found is None:
-                place = c.pretrained_checkpoint
-                why = checkpoint.why_none(place)
-                raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
+                raise nothing_at("--pretrained-checkpoint", c.pretrained_checkpoint)
         if found is None:
             if c.load and c.exit_on_missing_checkpoint:
                 missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"

@@ -35,7 +35,7 @@ from mpu.layers.attention.backends import FLAG
 from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
 from training.checkpoint import CheckpointError
-from training.checkpoint.find import below, candidates, places, resumed, why_none
+from training.checkpoint.find import below, candidates, nothing_at, places, resumed
 from training.data.build import Loaders, build_loaders
 from training.data.dataset import DataError, Dataset
 from training.data.stage_datasets import Staged
@@ -156,18 +156,16 @@ def check_early(config: Config) -> None:
     found: list[str] = []
     for flag, root, step in places(c.load, c.branch_from, c.ckpt_step, c.pretrained_checkpoint):
         found += candidates(root, step, flag)[0]
-    if config.run.skip_train and c.load and not found:
-        raise UsageError(f"--skip-train --load {c.load}: no checkpoint there ({why_none(c.load)})")
-    if c.branch_from is not None and not found:
-        why = f" ({why_none(c.branch_from)})" if below(c.branch_from) else ""
-        raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there{why}")
-    if c.load and c.load != c.save and not found:
-        if below(c.load):  # a run that its user meant to go on with
-            raise UsageError(f"--load {c.load}: no checkpoint there ({why_none(c.load)})")
-    if c.pretrained_checkpoint is not None and not found:
-        place = c.pretrained_checkpoint
-        why = why_none(place)
-        raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
+    # checkpoints below --load are of a run that its user meant to go on with
+    meant = c.load and (config.run.skip_train or (c.load != c.save and below(c.load)))
+    needed = {
+        "--skip-train --load" if config.run.skip_train else "--load": c.load if meant else None,
+        "--branch-from": c.branch_from,
+        "--pretrained-checkpoint": c.pretrained_checkpoint,
+    }
+    for flag, place in needed.items() if not found else ():
+        if place:
+            raise nothing_at(flag, place)
     for flag, wanted, package in (
         ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
         ("--wandb-project", log.wandb_project, "wandb"),

@@ -22,6 +22,7 @@ FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 
         (["--load", "a/b", "--use-checkpoint-args"], "hf download a/b --local-dir b"),
         (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "a/b"], "hf download a/b"),
         (["--wandb-project", "p"], "--wandb-project p: the package wandb is not installed"),
+        (["--tensorboard-dir", "p"], "--tensorboard-dir p: the package tensorboard is not ins"),
     ],
 )
 def test_names_are_checked_before_any_data_is_read(words, says, tmp_path, monkeypatch, capsys):
