@@ -46,6 +46,7 @@ from tools.compare.join import Side
 from tools.compare.verdict import Verdict, verdict_of
 from training.files.untrusted import first_of, printable, private, sentence
 from training.run.waiting import Progress, duration, waiting
+from training.settings.setting import flag_of
 
 REPORT = "report.json"
 
@@ -363,7 +364,7 @@ def flags(found: Outcome) -> str:
     """Return the settings that differ, as flags."""
     lines = []
     for name, (one, other) in found.settings.items():
-        flag = name if "." not in name else "--" + name.rpartition(".")[2].replace("_", "-")
+        flag = name if "." not in name else flag_of(name)
         known = "_digest" in name or "_sketch" in name
         lines.append(flag if known else f"{flag} {short(one)} and {short(other)}")
     return first_of(lines, 4)

@@ -18,6 +18,7 @@ from training.flags.model_sizes import checked
 from training.settings import batch_size
 from training.settings.arguments import SETTINGS
 from training.settings.config import Config, Stage, UsageError
+from training.settings.setting import flag_of
 from training.settings.stages import LENGTH, ROPE, plan, stage_at
 
 FLAG, DATA = "--data-stages", "train_data_path"
@@ -82,7 +83,8 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
         )
     blend = found[DATA]
     if not isinstance(blend, list) or not all(isinstance(word, str) and word for word in blend):
-        raise _wrong(path, f"{where}: {DATA} must be a list of texts, as {_flag(DATA)} takes them")
+        must = f"{DATA} must be a list of texts, as {flag_of(DATA)} takes them"
+        raise _wrong(path, f"{where}: {must}")
     try:
         prefixes, weights = parse_blend(blend, DATA)
     except ValueError as error:
@@ -92,7 +94,7 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
         raise _wrong(path, f"{where}: {unused} has weight 0: must be above 0, or be left out")
     settings = []
     for field in (LENGTH, *ROPE):
-        value = found.get(field, given.get(_flag(field), SETTINGS[f"model.{field}"].default))
+        value = found.get(field, given.get(flag_of(field), SETTINGS[f"model.{field}"].default))
         if field in found:
             value = _setting(path, where, field, value)
         settings.append((field, value))
@@ -100,18 +102,14 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
     return Stage(name, start, tuple(blend), tuple(settings))
 
 
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
 def _setting(path: str, where: str, field: str, value: Any) -> Any:
     """Return the value of a setting by the rule of its flag."""
     switch = SETTINGS[f"model.{field}"].rule.nargs == 0
     if switch != isinstance(value, bool) or isinstance(value, (list, dict, type(None))):
-        what = "true or false" if switch else f"a value of {_flag(field)}"
+        what = "true or false" if switch else f"a value of {flag_of(field)}"
         raise _wrong(path, f"{where}: {field} is {value!r}: must be {what}")
     try:
-        return value if switch else checked(_flag(field), value)
+        return value if switch else checked(flag_of(field), value)
     except UsageError as error:
         raise _wrong(path, f"{where}: {error}") from None
 
@@ -154,7 +152,7 @@ def apply(given: Mapping[str, Any], stage: Stage) -> Flags:
     """Return `given`, {flag: value}, with a stage's settings in place of the flags."""
     out = dict(given)
     for field, value in stage.settings:
-        flag = _flag(field)
+        flag = flag_of(field)
         out.pop(flag, None)
         if value is not False and (value != SETTINGS[f"model.{field}"].default or flag in given):
             out[flag] = value

@@ -16,6 +16,7 @@ from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.flag_table import live_flags
 from training.settings.arguments import EXPERT_SIZES, ModelConfig
 from training.settings.config import UsageError
+from training.settings.setting import flag_of
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
@@ -147,7 +148,7 @@ def checked(name: str, value: Any) -> Any:
 
 def flags_of(sizes: Any) -> dict[str, Any]:
     """Return {flag: value} for a model's config; True: a switch. Raises ValueError."""
-    out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
+    out = {flag_of(name): getattr(sizes, name) for name in SAME}
     out["--kv-channels"] = sizes.head_size
     out["--group-query-attention"] = True
     if sizes.rope_scaling_factor and sizes.rope_original_length == LINEAR:
@@ -164,7 +165,7 @@ def flags_of(sizes: Any) -> dict[str, Any]:
     for name in EXPERT_SIZES:
         value = getattr(sizes, name, None)
         if value:  # else it is the default
-            out["--" + name.replace("_", "-")] = list(value) if type(value) is tuple else value
+            out[flag_of(name)] = list(value) if type(value) is tuple else value
     if not sizes.tied:
         out["--untie-embeddings-and-output-weights"] = True
     return out
@@ -178,7 +179,7 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
         out["--use-mup"] = True
         for name in MUP:
             if (value := settings.get(f"model.{name}")) is not None:
-                out["--" + name.replace("_", "-")] = value
+                out[flag_of(name)] = value
     if (length := found.state.get("config", {}).get("model.seq_length")) is not None:
         out["--seq-length"] = length
     kind, file = _tokenizer(found)

@@ -23,6 +23,7 @@ from training.files.owned import json_lines, refuse
 from training.files.untrusted import SETTINGS, nothing_downloaded, read_plain
 from training.settings.arguments import CHANGES, CheckpointConfig, DataConfig
 from training.settings.config import Config, UsageError
+from training.settings.setting import flag_of
 
 
 def check_faults(config: Config) -> None:
@@ -200,7 +201,7 @@ def _data(config: Config) -> None:
         _lengths(config)
     for name, paths in blends.items():
         if paths:
-            _blend("--" + name.replace("_", "-"), paths, d, dry)
+            _blend(flag_of(name), paths, d, dry)
     if d.split is not None:
         _split(d.split)
     _validation(d)

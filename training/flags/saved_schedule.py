@@ -13,6 +13,7 @@ from typing import Any
 from training.checkpoint.find import newest
 from training.flags import model_sizes
 from training.settings.config import UsageError
+from training.settings.setting import flag_of
 
 FLAG = "--use-checkpoint-opt-param-scheduler"
 TAKEN = ("lr", "min_lr", "lr_decay_style", "weight_decay")
@@ -56,4 +57,4 @@ def _taken(given: Mapping[str, Any], saved: Mapping[str, Any], directory: Path) 
     taken[f"lr_warmup_{unit}"] = saved[f"optimizer.lr_warmup_{unit}"]
     taken["lr_warmup_fraction"] = saved["optimizer.lr_warmup_fraction"]
     taken[f"lr_decay_{unit}"] = saved[f"optimizer.lr_decay_{unit}"] or saved[f"batch.train_{unit}"]
-    return {"--" + name.replace("_", "-"): value for name, value in taken.items()}
+    return {flag_of(name): value for name, value in taken.items()}

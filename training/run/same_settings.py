@@ -16,6 +16,7 @@ import torch
 from mpu.launch import Launch
 from training.flags.flag_table import live_flags
 from training.settings.config import Config
+from training.settings.setting import flag_of
 
 # what runs: the sources of these rooms
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,7 @@ def difference(mine: str, theirs: str, other: int) -> str:
         return ""
     key = min(different, key=lambda key: (not key.startswith("the "), key))  # code first
     here, there = different[key]
-    flag = "--" + key.rpartition(".")[2].replace("_", "-")
+    flag = flag_of(key)
     name = flag if flag in live_flags() else key
     if key.startswith("the file "):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""

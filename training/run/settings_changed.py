@@ -19,17 +19,18 @@ from training.settings.batch_size import samples_after, schedule, steps_of, tota
 from training.settings.config import Config
 from training.settings.expert_options import expert_options
 from training.settings.learning_rate import at, curve_of, decoupled_curve_of
+from training.settings.setting import flag_of
 
 SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # reported where a row says nothing
 PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest says whether these only moved
 # what a checkpoint of another program, or by another hand, makes of arithmetic
 ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, AssertionError)
-KEYS = {"--" + key.rpartition(".")[2].replace("_", "-"): key for key in SETTINGS}
+KEYS = {flag_of(key): key for key in SETTINGS}
 
 
 def difference(key: str, there: Any, here: Any) -> str:
     """Return how a setting of a checkpoint differs from this run's: the rest of a sentence."""
-    flag = _flag(key)
+    flag = flag_of(key)
     none: tuple[Any, ...] = (None, [])
     if there in none:
         return f"was made without {flag} and this run has {flag} {here!r}"
@@ -57,7 +58,7 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
             continue
         now, known = _value(key, here), _recorded(key, saved)
         if not known:
-            unknown += [_flag(key)] if now != _default(key) else []
+            unknown += [flag_of(key)] if now != _default(key) else []
         elif saved.get(key) is here.get(key) is None and key in saved:
             continue  # both follow another flag
         elif (was := _value(key, saved)) != now and (_acts(key, saved) or _acts(key, here)):
@@ -66,7 +67,7 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
     for key, then in saved.items():
         section, _, name = key.partition(".")
         if key not in SETTINGS and section in SECTIONS[:-1] and then and name.isidentifier():
-            was = f"{_flag(key)} {repr(then)[:99]}"
+            was = f"{flag_of(key)} {repr(then)[:99]}"
             yield f"{found.directory} was made with {was}, a flag that was removed since"
     if unknown:
         yield f"{found.directory} does not record {', '.join(unknown)}: it may have been another"
@@ -142,10 +143,6 @@ def before(found: Checkpoint, config: Config) -> Config | None:
         values = {field: _value(key, saved) for field, key in keys.items()}
         parts[name] = replace(now, **values)
     return replace(config, **parts)
-
-
-def _flag(key: str) -> str:
-    return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
 def _reported(key: str, config: Config) -> bool:

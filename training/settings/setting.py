@@ -211,6 +211,11 @@ class Stop(NamedTuple):
     sentence: str
 
 
+def flag_of(key: str) -> str:
+    """Return the flag of a setting, by its field's name, with or without its section."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Setting:
     """A row of the table in arguments.py: what a flag does, what its value may be."""
