@@ -60,19 +60,6 @@ def test_the_balance(args, head, expected):
 
 
 @settings(deadline=None)
-@given(st.integers(1, 5), st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0, 2.7, 30.0]))
-def test_no_cut_has_a_faster_slowest_rank(p, more, head):
-    num_layers = p + more
-    cut = counts(num_layers, p, head_cost=head)
-    bars = combinations(range(num_layers + p - 1), p - 1)
-    best = min(
-        max(work_of_ranks([b - a - 1 for a, b in zip(x, x[1:], strict=False)], p, 1, False, head))
-        for x in ((-1, *cuts, num_layers + p - 1) for cuts in bars)
-    )
-    assert max(work_of_ranks(cut, p, 1, False, head)) == best
-
-
-@settings(deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 8),

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mpu import native
 from mpu.layers.attention import core as attention
-from mpu.layers.rope import rope_frequencies, rope_table
 
 # of the norm of the twin's result, in units in the last place of the dtype
 FORWARD = {torch.float64: 24, torch.float32: 12, torch.bfloat16: 0.5}
@@ -103,36 +102,6 @@ def test_large_scores_stay_finite_and_a_not_a_number_stays_one():
     qkv[70, 0, 2] = torch.nan  # a key
     y, grad = ours(qkv, dy, 2, 1)
     assert torch.isfinite(y[:70]).all() and y[70:].isnan().all() and grad[70:].isnan().any()
-
-
-def test_core_attention_calls_it_where_it_can(monkeypatch, threads):
-    called = []
-    monkeypatch.setattr(
-        attention.CausalAttention, "apply", lambda *x: called.append(x) or x[0].flatten(2)
-    )
-    fast = type("Library", (), {"weft_attention_is_fast": staticmethod(lambda: 1)})
-    cos, sin = rope_table(rope_frequencies(8, 100.0), 6, torch.float32, torch.device("cpu"))
-    threads(1)
-    qkv = torch.randn(6, 2, 32)
-
-    def uses(x: Tensor, **more: object) -> bool:
-        called.clear()
-        attention.core_attention(x, cos, sin, 2, 1, None, **more)
-        return bool(called)
-
-    monkeypatch.setattr("mpu.native.load", lambda: None)
-    assert not uses(qkv)
-    monkeypatch.setattr("mpu.native.load", fast)
-    monkeypatch.setattr("mpu.layers.fused.fits", lambda *x, **y: False)  # rope, in torch
-    monkeypatch.setattr("mpu.layers.attention.block_attention._native_takes", lambda *x: False)
-    assert uses(qkv) and uses(qkv.bfloat16())
-    assert not uses(qkv.half())
-    assert not uses(qkv, window=3) and not uses(qkv, cache=[])
-    threads(3)
-    assert not uses(qkv), "two (sequence, group) pairs have no work for three threads"
-    threads(1)
-    monkeypatch.setattr(fast, "weft_attention_is_fast", staticmethod(lambda: 0))
-    assert not uses(qkv)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
