@@ -146,10 +146,10 @@ def boundaries(name: str, data: bytes) -> list[int]:
     return sorted(cut for cut in cuts if 0 <= cut < len(data))
 
 
-@pytest.mark.parametrize("share", [1601, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("share", [1601, pytest.param(11, marks=LATER)])
 def test_bits_flip(sound: Sound, share: int) -> None:
     """JSON and headers: each 31st bit; tensors: each 241st; or each `share`th of these."""
-    if share == 1:
+    if share < 1601:
         assert sum(map(len, sound.files.values())) < 200_000, "the long form would be endless"
     for name in sound.files.keys() - {"tokenizer.json"}:
         good = sound.files[name]
@@ -163,7 +163,7 @@ def test_bits_flip(sound: Sound, share: int) -> None:
             sound.is_found_out((name, bit))
 
 
-@pytest.mark.parametrize("every", [233, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("every", [233, pytest.param(3, marks=LATER)])
 def test_files_end_early_or_in_zeros(sound: Sound, every: int) -> None:
     """Zeros: what a crash leaves of a file whose size reached the disk and whose data did not."""
     for name in sound.files.keys() - {"tokenizer.json"}:
@@ -198,7 +198,7 @@ def test_files_are_gone_empty_longer_or_replaced(sound: Sound, every: int) -> No
         sound.is_found_out((name, "and", other, "changed places"))
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("every", [9, pytest.param(3, marks=LATER)])
 def test_files_of_another_step(sound: Sound, every: int) -> None:
     """Any mixture of the two checkpoints' files, but for the newer one itself, is found out."""
     groups = [["manifest.json"], ["index.json"], ["state.json"]]
@@ -254,7 +254,7 @@ def text(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-@pytest.mark.parametrize("every", [67, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("every", [67, pytest.param(3, marks=LATER)])
 def test_an_edited_manifest_is_found_out_by_its_digest(sound: Sound, every: int) -> None:
     manifest = json.loads(sound.files["manifest.json"])
     for what, changed in edits(manifest, every):
@@ -273,7 +273,7 @@ def is_harmless(sound: Sound, what: Any) -> None:
     sound.mend()
 
 
-@pytest.mark.parametrize("every", [97, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("every", [97, pytest.param(3, marks=LATER)])
 def test_a_lying_manifest_with_the_right_digest(sound: Sound, every: int) -> None:
     manifest = json.loads(sound.files["manifest.json"])
     for what, changed in edits(manifest, every):
