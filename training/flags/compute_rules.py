@@ -51,9 +51,14 @@ def attention_works(config: Config) -> tuple[Work, ...]:
     """Return the kinds of work that the attention of a run's steps is."""
     if config.data.reset_attention_mask:
         return ("documents",)
+    return ("blocks",) if exchanges_blocks(config) else ("rows",)
+
+
+def exchanges_blocks(config: Config) -> bool:
+    """Return whether context-parallel ranks attend to each other's keys block by block."""
     p = config.parallel
-    exchanged = p.context_parallel_size > 1 and p.cp_comm_type != "a2a"
-    return ("blocks",) if exchanged else ("rows",)
+    alone = p.context_parallel_size == 1 or p.cp_comm_type == "a2a"
+    return not alone and p.attention_backend != "te"
 
 
 def attention_line(config: Config, card: Card) -> str:

@@ -44,6 +44,7 @@ from mpu.optim.interface import Parts
 from mpu.optim.muon import Muon
 from mpu.optim.newton_schulz import orthogonalise
 from mpu.optim.optimizer import multiply_rows
+from training.flags.compute_rules import attention_works, exchanges_blocks
 from training.settings.config import Config, UsageError
 from training.settings.float8_layers import recipe_of
 from training.settings.layer_options import context_of, main_grads_dtype
@@ -99,7 +100,7 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
         yield from _matmuls(what, recipe_of(config, ctx), ctx, sums)
     other = "auto" if p.attention_backend != "auto" else "unfused"
     apart = replace(ctx, log_max_attention_logit=False, qk_clip=None)  # which are tried below
-    for work in _works(config):
+    for work in attention_works(config):
         yield Trial(
             f"attention of {work} by --attention-backend {p.attention_backend}, heads of "
             f"{config.model.kv_channels} in {name}",
@@ -193,27 +194,17 @@ def _between(ctx: LayerContext, recipe: Recipe) -> None:
     _backward(lambda x: swiglu(x, gate_up, down), _numbers(ctx, TOKENS, 1, TOKENS))
 
 
-def _works(config: Config) -> Iterator[Work]:
-    """Yield what attends in a run."""
-    documents = config.data.reset_attention_mask
-    if config.parallel.context_parallel_size > 1 and config.parallel.attention_backend != "te":
-        yield "blocks"
-        if config.parallel.cp_comm_type != "a2a":
-            return
-    yield "documents" if documents else "rows"
-
-
 def _attention(config: Config, ctx: LayerContext, work: Work) -> None:
-    """RoPE and attention, forward and backward, of this rank's heads. blocks: a rank's own keys,
-    as at cp 2: a triangle and a whole block, merged.
+    """RoPE and attention, forward and backward, of this rank's heads; with blocks a rank's own
+    keys, as at cp 2: a triangle and a whole block, merged.
     """
     m, t = config.model, config.parallel.tensor_model_parallel_size
     heads, groups, d = m.num_attention_heads // t, max(1, m.num_query_groups // t), m.kv_channels
-    if work == "blocks":
+    if exchanges_blocks(config):
         ranges = batch_shards(2, ((2 * TOKENS,),))
         core = CoreAttention(config.parallel.attention_backend, card_of(ctx.device))
         q, k, v = (_numbers(ctx, TOKENS, 1, n, d) for n in (heads, groups, groups))
-        way = Ring(ctx.grid.cp, ranges, (2 * TOKENS,), 0, core.kernel(q, v, "blocks"))
+        way = Ring(ctx.grid.cp, ranges, (2 * TOKENS,), 0, core.kernel(q, v, work))
         y = ContextExchange.apply(q, k, v, way)
         y.backward(torch.ones_like(y))
         return

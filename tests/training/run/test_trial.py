@@ -36,7 +36,8 @@ def read(more="", world=1):
     [
         ("", 1, 8),
         ("--bf16 --reset-attention-mask", 1, 8),
-        ("--bf16 --context-parallel-size 2 --cp-comm-type a2a", 2, 9),
+        ("--bf16 --context-parallel-size 2 --cp-comm-type a2a", 2, 8),
+        ("--bf16 --context-parallel-size 2 --reset-attention-mask", 2, 8),
         ("--bf16 --fp8-format hybrid --fp8-recipe rowwise", 1, 11),
         ("--bf16 --main-grads-dtype bf16 --zero-stage 1", 1, 8),
         ("--bf16 --context-parallel-size 2 --qk-clip --fused-linear-cross-entropy", 2, 10),
