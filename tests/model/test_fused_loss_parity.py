@@ -4,6 +4,7 @@ tensor parallelism, pipelines whose weight gradients wait, ZeRO, tied weights an
 """
 
 import itertools
+import random
 from functools import cache
 
 import pytest
@@ -63,4 +64,5 @@ def test_a_sample(world, twins, size):
 @pytest.mark.prove
 @pytest.mark.parametrize("size", [2, 4])
 def test_more_cases(world, twins, size):
-    compare(world, twins, size, cases(size)[::3])
+    every = cases(size)
+    compare(world, twins, size, random.Random(9).sample(every, len(every) // 2))

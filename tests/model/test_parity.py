@@ -40,7 +40,8 @@ def test_a_sample_of_the_matrix(world, twins, size):
 @pytest.mark.prove
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_more_of_the_matrix(world, twins, size):
-    compare(world, twins, size, cases(size)[::2])
+    every = cases(size)
+    compare(world, twins, size, random.Random(9).sample(every, len(every) // 2))
 
 
 def over_paths(tp: int, dp: int) -> list[dict]:
@@ -66,7 +67,7 @@ def test_more_paths(world, twins, tp, dp, pp):
     some += [c | dict(tied=True, memory=False) for c in some if c["m"] == 1]
     if pp > 1:
         some = [c | dict(pp=pp, schedule="zb-h1", recompute=None) for c in some if c["m"] == 3]
-    compare(world, twins, tp * dp * pp, some[::2])
+    compare(world, twins, tp * dp * pp, random.Random(9).sample(some, len(some) // 2))
 
 
 @pytest.mark.parametrize("size, tp", sampled([(4, 2), (2, 2), (2, 1), (1, 1)], 2))
