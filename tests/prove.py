@@ -31,6 +31,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mpu": ("tests/mpu",),
     "training": ("tests/training",),
     "forecast": ("tests/forecast",),
+    "planner": ("tests/forecast/planner",),
+    "rehearsal": ("tests/forecast/rehearsal",),
     "checkpoint": ("tests/training/checkpoint",),
     "tools": ("tests/tools", "tests/benchmarks"),
     "model": ("tests/model",),

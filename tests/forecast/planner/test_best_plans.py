@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of 8 to 16,384 GPUs are rehearsed as they stand: nothing found, memory within 2 %."""
+"""Plans of 8 to 512 GPUs are rehearsed as they stand: nothing found, memory within 2 %."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +16,8 @@ Report = dict[str, Any]
 Rehearse = Callable[[Plans, int, int], Report]
 PLANS = [  # model, cluster, nodes, sequence, sequences of a step
     ("1B", "h100_8_nodes", 1, 2048, 64), ("8B", "h100_8_nodes", 1, 8192, 32),
-    ("8B", "a100_16_nodes", 2, 4096, 64), ("8B", "h100_8_nodes", 8, 32768, 64),
-    ("70B", "h100_8_nodes", 8, 8192, 128), ("70B", "a100_16_nodes", 16, 4096, 256),
-    ("70B", "h100_128_nodes", 32, 8192, 512), ("405B", "h100_128_nodes", 64, 8192, 512),
-    ("405B", "h100_128_nodes", 128, 8192, 1024), ("405B", "h100_128_nodes", 2048, 8192, 16384),
+    ("8B", "a100_16_nodes", 2, 4096, 64), ("70B", "h100_8_nodes", 8, 8192, 128),
+    ("405B", "h100_128_nodes", 64, 8192, 512),
 ]  # fmt: skip
 
 
