@@ -214,12 +214,17 @@ def model_file_of(
         raise ValueError(f"it was trained with --model-file {named}: give that too")
     if kind in MISSING:
         raise ValueError(missing_in(kind))
-    fork = f"{FORKS}/{kind.removesuffix('_text')}.py" if kind.isidentifier() else ""
+    fork = worked_fork(kind)
     meant = "the --model-file of a fork that computes it (docs/forking.md)"
-    if (HERE.parent / fork).is_file():
-        meant = f"--model-file {fork}"
+    meant = f"--model-file {fork}" if fork else meant
     known = ", ".join(sorted({*stems, *FILES}))
     raise ValueError(f"config.json: model_type is {kind!r}, and Weft has {known}: give {meant}")
+
+
+def worked_fork(kind: str) -> str:
+    """Return the worked fork of a config.json's model_type, "" where there is none."""
+    fork = f"{FORKS}/{kind.removesuffix('_text')}.py" if kind.isidentifier() else ""
+    return fork if (HERE.parent / fork).is_file() else ""
 
 
 def missing_in(kind: str) -> str:
@@ -286,8 +291,14 @@ def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
     """Return the sizes in a config.json. Raises ValueError, whatever it holds."""
     try:
         return file.from_hf_config(hf)
-    except ValueError:
-        raise
+    except ValueError as error:
+        if not (fork := worked_fork(str(hf.get("model_type")))):
+            raise
+        try:
+            load_model_file(fork).from_hf_config(hf)
+        except Exception:
+            raise error from None
+        raise ValueError(f"{error}: {fork} computes it") from None
     except Exception as error:
         raise ValueError(f"config.json: missing or bad field: {error}") from None
 

@@ -44,8 +44,8 @@ from tools.checkpoints.mcore_export import export_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, verify
 from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, integer
-from training.checkpoint import Checkpoint, why_none
-from training.checkpoint.find import refuse_foreign
+from training.checkpoint import Checkpoint
+from training.checkpoint.find import nothing_at, refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import is_state
@@ -76,7 +76,7 @@ def run_directory(root: Path) -> Path:
         raise ValueError(f"{root} is a Hugging Face directory: only show, diff and convert read it")
     steps = [name for _, _, name in step_directories(root)]
     if not steps:
-        raise ValueError(f"{root}: there is no checkpoint ({why_none(root)})")
+        raise nothing_at("checkpoint", root)
     for name in steps:
         there = os.listdir(root / name)
         if MANIFEST not in there and "config.json" in there:  # --save-hf names them so
@@ -287,7 +287,7 @@ def parser() -> Parser:
     sub.add_argument(
         "--save", type=Path, metavar="RUN", help="with --from-*, --upcycle: where to write"
     )
-    sub.add_argument("--num-experts", type=positive, metavar="E", help="with --upcycle")
+    sub.add_argument("--num-experts", type=integer(2, 1 << 14), metavar="E", help="with --upcycle")
     sub.add_argument(
         "--moe-router-topk", type=positive, metavar="K", help="with --upcycle (default: 2)"
     )

@@ -9,13 +9,15 @@ from typing import Any
 
 import pretrain_llama
 from model.llama import SIZES
-from model.load import of_checkpoint, own_flags
+from model.load import load_model_file, of_checkpoint, own_flags
+from training.checkpoint.load import same_value
 from training.files.untrusted import read_json
 from training.flags.flag_table import live_flags
 from training.flags.model_sizes import flags_of
 from training.flags.parse import model_file, parse
 from training.run.model_profile import model_profile
 from training.settings.config import Config
+from training.settings.setting import flag_of
 
 LLAMA = {  # names of model.llama.SIZES
     "1B": "llama3.2-1b", "3B": "llama3.2-3b", "7B": "llama2-7b", "8B": "llama3-8b",
@@ -30,6 +32,7 @@ MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, the
 }
 ALIASES = {"MIXTRAL": "MIXTRAL-8X7B", "QWEN3-30B": "QWEN3-30B-A3B", "QWEN3-235B": "QWEN3-235B-A22B"}
 IMPLIED = ("model/llama.py", "model/moe.py")  # files that need no --model-file
+LENGTH = "max_position_embeddings"
 FEW = 1  # layers of a model whose parts are costed
 
 
@@ -135,12 +138,20 @@ def _hugging_face(path: Path) -> list[str]:
         found = flags_of(sizes)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from None
-    del found["--max-position-embeddings"]  # a plan may be of longer sequences
+    del found[flag_of(LENGTH)]  # a plan may be of longer sequences
     if not isinstance(found.get("--moe-layer-freq", 1), int):
         raise ModelError(f"{path}: {MIXED}")
     words = [] if file in IMPLIED else ["--model-file", file]
     for flag, value in found.items():
         words += [flag] if value is True else [flag, _text(value)]
+    again = pretrain_llama.widths(read_flags([*words, "--seq-length", "1", *REST.split()], 1)).sizes
+    ours, theirs = (load_model_file(file).hf_config(each) for each in (again, sizes))
+    named = content.keys() & theirs.keys() - {"architectures", "model_type", LENGTH}
+    if lost := sorted(n for n in named if not same_value(ours.get(n), theirs[n])):
+        raise ModelError(
+            f"{path}: no flags of {file} give {', '.join(lost)}: plan flags in quotes, with "
+            "--use-mup or the --model-file of a fork that has them"
+        )
     return words
 
 

@@ -4,7 +4,6 @@
 One tensor is in memory at a time. What is written is complete or absent.
 """
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,16 +12,14 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from tools.checkpoints.copy import counted, from_hf, open_newest, save_new, warn
+from tools.checkpoints.copy import counted, open_newest, save_new, warn
 from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
-from training.checkpoint.find import at_or_below
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.stream import stream
 from training.checkpoint.write_huggingface import write_huggingface
 from training.data.tokenizer import tokenizer_of
 from training.files.owned import empty, refuse
-from training.files.untrusted import nothing_downloaded
 from training.run.export import (
     TOKEN_IDS,
     exported_tokenizer,
@@ -62,9 +59,12 @@ def import_hf(
 
     own: the file of a fork, here and in `export_hf`. progress: counts what is written.
     """
-    if not source.is_dir():
-        raise ValueError(f"--from-hf {source} is not a directory ({nothing_downloaded(source)})")
-    found = HuggingFaceDirectory(at_or_below(source, "--from-hf"), partial(from_hf, own=own))
+    found = open_newest(source, hashed=False, flag="--from-hf", own=own)
+    if not isinstance(found, HuggingFaceDirectory):
+        raise ValueError(
+            f"--from-hf {source} holds checkpoints of Weft: --load reads them as they are, and "
+            "--to-hf writes Hugging Face's"
+        )
     file = model_file_of(found.config, own=own)
     config = read_sizes(file, found.config)
     expected = expected_tensors(file, config)

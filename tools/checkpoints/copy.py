@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from model.load import model_file_of, read_sizes
 from mpu.grid import Grid
 from training.checkpoint import (
     Checkpoint,
-    CheckpointError,
     NamedPiece,
     find_latest,
     refuse_to_save,
 )
 from training.checkpoint import save as save_checkpoint
-from training.checkpoint.find import at_or_below, candidates, why_none
+from training.checkpoint.find import at_or_below, candidates, nothing_at
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.stream import attached, stream
@@ -46,11 +46,14 @@ def open_newest(
     note: Say = warn,
     finite: bool = True,
     progress: Progress | None = None,
+    flag: str = "checkpoint",
+    own: str | None = None,
 ) -> Checkpoint:
     """Open a step's directory, the newest whole step of a run, or a Hugging Face directory.
 
     hashed: hash every file first and pass over a damaged checkpoint, as a resume does.
     finite: pass over one that holds a value that is not, too.
+    flag: what named `place`, for messages. own: a fork's file.
     Raises CheckpointError where there is none.
     """
 
@@ -60,10 +63,10 @@ def open_newest(
                 progress.begin(f"checking the files of {found.directory.name}")
             found.verify(found.manifest["files"], finite)
 
-    place = at_or_below(place, "checkpoint")
-    found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
+    place, read = at_or_below(place, flag), partial(from_hf, own=own)
+    found = find_latest(place, Grid(), flag=flag, suits=suits, from_hf=read, note=note)
     if found is None:
-        raise CheckpointError(f"{place}: there is no checkpoint ({why_none(place)})")
+        raise nothing_at(flag, place)
     return found
 
 

@@ -36,6 +36,8 @@ def upcycle(
     experts, topk: of each layer, and of a token. seed: of the routers' weights. Return the
     directories read and written. Raises ValueError for a model that is neither a Llama nor a Qwen3.
     """
+    if topk > experts:
+        raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {experts}")
     found = open_newest(place, hashed=True, progress=progress)
     sizes, saved = found.state.get("hf_config"), found.state.get("config")
     if not isinstance(sizes, dict):

@@ -389,6 +389,13 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     qwen = read_model(str(tmp_path), 1024)
     assert qwen.config.model.model_file == "model/qwen3.py"
     assert (qwen.config.model.num_query_groups, qwen.config.model.kv_channels) == (4, 128)
+    granite = content | {"model_type": "granite", "embedding_multiplier": 12.0}
+    (tmp_path / "config.json").write_text(json.dumps(granite))
+    with pytest.raises(ValueError, match=r"no flags of model/llama\.py give embedding_multiplier:"):
+        read_model(str(tmp_path), 1024)  # the command lost it
+    (tmp_path / "config.json").write_text(json.dumps(granite | {"residual_multiplier": 0.22}))
+    with pytest.raises(ValueError, match=r": examples/forks/granite\.py computes it$"):
+        read_model(str(tmp_path), 1024)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="it is no JSON object"):
         read_model(str(tmp_path), 1024)
