@@ -15,12 +15,12 @@ from tools.torchrun import last_word
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     command = [sys.executable, str(ROOT / "tools" / "torchrun.py"), "--standalone"]
     return subprocess.run(
-        [*command, "--nproc-per-node", "2", str(folder / "program.py")],
+        [*command, "--nproc-per-node", "2", *flags, str(folder / "program.py")],
         env=kept,
         capture_output=True,
         text=True,
@@ -65,3 +65,12 @@ def test_a_rank_that_left_no_word_is_named(code, shell, how):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="/no")
     said = last_word(ChildFailedError("program", {3: failure}))
     assert said == (shell, f"torchrun: rank 3 {how} without a message")
+
+
+@pytest.mark.prove
+def test_a_program_called_as_a_function_returns(tmp_path):
+    """Torchrun waits for a value of each rank, and a process that ends without one sends none."""
+    ends = "import os\nfrom training.run.process import as_process\n"
+    ends += 'as_process(lambda: 0, os.environ["TORCHELASTIC_ERROR_FILE"])\n'
+    done = run(tmp_path, ends, "--run-path")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

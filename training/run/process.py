@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import parent_process
 from typing import NoReturn
 
 from mpu.launch import Launch
@@ -87,7 +88,8 @@ def as_process(main: Callable[[], int], error_file: str | None, program: str = P
 
     The interpreter's shutdown is skipped. In it a failed run may wait for ranks that are gone, and
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
-    that forbids it ("terminate called without an active exception").
+    that forbids it ("terminate called without an active exception"). torchrun --run-path calls the
+    program as a function, and waits forever for a return that does not come.
 
     A model's file or a library that calls os._exit(0) meanwhile ends no run well: it is taken as a
     sys.exit() with a sentence. An exit that native code calls, and os.exec*, are not seen.
@@ -141,4 +143,5 @@ def as_process(main: Callable[[], int], error_file: str | None, program: str = P
             write_error_file(f"{type(error).__name__}: {error}", error_file)
             code = 1
     output.flush()
-    leave(code)
+    if code or not (error_file and parent_process()):
+        leave(code)
