@@ -32,7 +32,7 @@ def by_hand(case):
     ended = told or over or last or leave
     saving = place and (ended or keep)
     without = skipped  # the last that is known of was skipped
-    if ended or saving or best:
+    if ended or saving or check:
         done.append("hear of this step")
         if now_skipped and on_nan:
             return [*done, "not finite at 1"]

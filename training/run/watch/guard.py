@@ -65,17 +65,18 @@ class Guard:
         return (self._spikes.flag(step.iteration, step.loss, step.norm),)
 
     def after_step(self, step: Step) -> Decision:
-        """Judge the step before; judge this one too where it is the last, or a save may follow.
+        """Judge the step before; judge this one too where it is the last, or a save or an evaluation
+        follows.
 
-        So no step is saved that the ranks have not agreed on. A step is judged once.
+        So no step is saved that the ranks have not agreed on, and a signal does not wait for an
+        evaluation that has not begun. A step is judged once.
         """
         agreed, decided = step.agreed, step.decided
         if self._before is not None and self._rolls_back(self._before, agreed):
             return BACK
         self._before = step
-        may_save = decided.evaluate and self.run.config.checkpoint.keep_best is not None
-        save = decided.save or may_save
-        if decided.stop or save or agreed.signal or agreed.over:
+        ends = agreed.signal or agreed.over or decided.stop
+        if ends or decided.save or decided.evaluate:
             now = self.agreement.close()
             if self._rolls_back(step, now):
                 return BACK
