@@ -216,7 +216,7 @@ def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
     run(launcher, 1, f"{windows.replace('iters 2', 'iters 3')} --load {saved}")
     for other, sentence in {
         f"{flags} {own} --window-size 4": "window_size is 3 there and 4 here",
-        flags: "model_type is 'windows' there and 'llama' here (--model-file)",
+        flags: "model_type is 'windows' there and 'llama' here (--model-file or --num-experts)",
     }.items():
         assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
     with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):

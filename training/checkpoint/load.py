@@ -44,7 +44,7 @@ from training.files.untrusted import SHOWN, first_of
 # Fields that may differ between a checkpoint's model and the run's: no tensor depends on them.
 FREE_FIELDS = ("architectures", "torch_dtype", "initializer_range", "max_position_embeddings")
 FLAGS = {
-    "model_type": "--model-file",
+    "model_type": "--model-file or --num-experts",
     "vocab_size": "--vocab-size or the tokenizer",
     "hidden_size": "--hidden-size",
     "intermediate_size": "--ffn-hidden-size",

@@ -259,7 +259,7 @@ def _difference(key: str, there: Any, here: Any) -> str:
     if key == "tokenizer_digest":
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
     if key == "corpus_digest":
-        return "was made with other data or another blend of them (--data-path, --split)"
+        return "was made with other data or another blend of them (--data-path, --split, --data-order)"
     return settings_changed.difference(key, there, here)
 
 

@@ -106,7 +106,7 @@ def test_another_corpus_or_blend_is_refused(tmp_path: Path, capsys: Any) -> None
     go(f"{load} {data} 0.5 {a} 0.5 {b}")
     for other in (f"0.4 {a} 0.6 {b}", f"0.5 {b} 0.5 {a}", f"{a}"):
         output = go(f"{load} {data} {other}", 2)
-        assert "other data or another blend of them (--data-path, --split)" in output
+        assert "other data or another blend of them (--data-path, --split, --data-order)" in output
         assert "--allow-change data" in output
     os.rename(a + ".bin", tmp_path / "c.bin")  # the same data elsewhere is the same data
     os.rename(a + ".idx", tmp_path / "c.idx")
