@@ -45,7 +45,7 @@ from tools.checkpoints.show import bytes_of, list_steps, show, verify
 from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, integer
 from training.checkpoint import Checkpoint
-from training.checkpoint.find import nothing_at, refuse_foreign
+from training.checkpoint.find import nothing_at, open_checkpoint, refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import is_state
@@ -161,7 +161,7 @@ def do_convert(args: argparse.Namespace) -> int:
     if args.to_mcore:
         with waiting("converting") as progress:
             read, made = export_mcore(args.load, args.to_mcore, warn, progress)
-        state = Checkpoint(read).state
+        state = open_checkpoint(read).state
         say(
             f"{read} -> {made}; continue in Megatron-LM with --load {args.to_mcore} --ckpt-format "
             f"torch_dist --use-distributed-optimizer: iteration {state.get('iteration', 0)}, "

@@ -422,6 +422,12 @@ def test_what_is_refused(tmp_path, sound, capsys, change, said):
     assert not (tmp_path / "weft" / "step_00000000").exists()
 
 
+def test_a_model_s_folder_without_config_json_is_named(tmp_path, sound, capsys):
+    flags = ["--hf-config", str(tmp_path / "no"), "--save", str(tmp_path / "weft")]
+    assert main(["convert", "--from-mcore", str(sound), *flags]) == 2
+    assert f"--hf-config {tmp_path}/no: config.json: No such file" in capsys.readouterr().err
+
+
 def test_flags_that_go_together(tmp_path, capsys):
     assert main(["convert", "--from-mcore", "a", "--save", "b"]) == 2
     assert "--from-mcore needs --hf-config" in capsys.readouterr().err

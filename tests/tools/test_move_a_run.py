@@ -440,6 +440,15 @@ def test_an_export_says_that_factors_stay_behind(saves: Path, taken: Path, tmp_p
     assert "Megatron has no --param-group: there its factors" in capsys.readouterr().err
 
 
+def test_a_hugging_face_folder_is_written_for_megatron(taken: Path, tmp_path: Path, capsys):
+    hf, out = str(tmp_path / "hf"), str(tmp_path / "out")
+    assert main(["convert", "--to-hf", hf, "--load", str(taken)]) == 0
+    assert main(["convert", "--to-mcore", out, "--load", hf]) == 0
+    said = capsys.readouterr()
+    assert "no optimizer's state: give Megatron --finetune" in said.err
+    assert f"-> {out}/iter_0000000; continue in Megatron-LM with --load {out}" in said.out
+
+
 @pytest.mark.prove
 def test_a_run_goes_there_and_back(saves: Path, taken: Path, tmp_path: Path):
     """Five steps of megatron-core, five here, and ten of megatron-core again: its own losses."""

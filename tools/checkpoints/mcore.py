@@ -35,6 +35,7 @@ from training.checkpoint import CheckpointError, NamedPiece
 from training.checkpoint.huggingface import CONFIG, read_json, spelt
 from training.checkpoint.pieces import state_name, whole
 from training.data.tokenizer import tokenizer_of
+from training.files.untrusted import sentence
 from training.run.export import TOKEN_IDS, tokenizer_files
 from training.run.same_run import NUMERICS
 from training.run.waiting import Progress
@@ -80,7 +81,10 @@ def import_mcore(
             "from Megatron's format: write it in Hugging Face's format with Megatron-Bridge or "
             "Megatron's own tools, and convert that with --from-hf"
         )
-    foreign = read_json(hf / CONFIG)
+    try:
+        foreign = read_json(hf / CONFIG)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"--hf-config {hf}: {sentence(error)}") from None
     file, config = spelt(foreign, str(hf / CONFIG), _model)
     names = Names(file, config)
     weights = Weights(found, names)

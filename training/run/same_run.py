@@ -259,7 +259,8 @@ def _difference(key: str, there: Any, here: Any) -> str:
     if key == "tokenizer_digest":
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
     if key == "corpus_digest":
-        return "was made with other data or another blend of them (--data-path, --split, --data-order)"
+        flags = "--data-path, --split, --data-order"
+        return f"was made with other data or another blend of them ({flags})"
     return settings_changed.difference(key, there, here)
 
 

@@ -65,7 +65,7 @@ class Guard:
         return (self._spikes.flag(step.iteration, step.loss, step.norm),)
 
     def after_step(self, step: Step) -> Decision:
-        """Judge the step before; judge this one too where it is the last, or a save or an evaluation
+        """Judge the step before; judge this one too where it is the last, or a save or evaluation
         follows.
 
         So no step is saved that the ranks have not agreed on, and a signal does not wait for an
