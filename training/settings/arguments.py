@@ -245,7 +245,7 @@ class ModelConfig:
         return -(-self.vocab_size // step) * step
 
 
-EXPERTS = "--num-experts"
+EXPERTS, REHEARSE = "--num-experts", "--rehearse"
 OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
     (name, f"{words} is not available here; docs/optimizers.md says how to add an optimizer")
     for name, words in (
@@ -1829,23 +1829,32 @@ class RehearseConfig:
         "run the steps of one rank of this WORLD_SIZE on a simulated device, on any machine, and "
         "report its launches, memory, transfers and waits",
         ours=True,
+        stops=(
+            Stop(
+                "--rehearse & --dry-run",
+                "",
+                "--rehearse and --dry-run exclude each other: give one of them",
+            ),
+        ),
     )
     rehearse_rank: int = setting(
-        0, "the rank that is rehearsed", "rank in the world", integer(), ours=True
+        0, "the rank that is rehearsed", "rank in the world", integer(), REHEARSE, ours=True
     )
     rehearse_all_ranks: bool = setting(
         False,
         "rehearse every rank of a world of at most 16, and match their messages",
+        needs=REHEARSE,
         ours=True,
     )
     rehearse_device: str = setting(
         "h100",
         "GPU whose memory and speed --dry-run and --rehearse assume; a rehearsal also takes cpu",
         "a name such as h100, a100-40 or rtx-4090, or a file",
+        needs=(REHEARSE, "--dry-run"),
         ours=True,
     )
     rehearse_steps: int = setting(
-        2, "steps that run; the last one is reported", "steps", integer(1, 3), ours=True
+        2, "steps that run; the last one is reported", "steps", integer(1, 3), REHEARSE, ours=True
     )
     rehearse_expert_skew: float = setting(
         1.0,
@@ -1856,12 +1865,15 @@ class RehearseConfig:
         EXPERTS,
         ours=True,
     )
-    rehearse_json: str | None = setting(None, "write the findings", "file", FILE, ours=True)
+    rehearse_json: str | None = setting(
+        None, "write the findings", "file", FILE, REHEARSE, ours=True
+    )
     rehearse_trace: str | None = setting(
         None,
         "write the step's predicted timeline, for Perfetto or chrome://tracing",
         "file",
         FILE,
+        REHEARSE,
         ours=True,
     )
 

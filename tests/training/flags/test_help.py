@@ -107,7 +107,7 @@ def test_choices_are_shown_and_values_have_names() -> None:
 def test_a_default_that_is_the_off_value_is_said_once() -> None:
     text = " ".join(build_parser(page=page_of("all")).format_help().split())
     assert not re.search(r"off: (\S+); default: \1[\];,]", text)
-    assert "off: 1, the default]" in text and "[rank in the world; default: 0]" in text
+    assert "off: 1, the default]" in text and "[rank in the world; default: 0;" in text
 
 
 def test_a_typo_never_suggests_a_refused_flag() -> None:

@@ -235,6 +235,8 @@ def test_a_flag_without_effect_is_said():
     assert "--profile-step-end has no effect without --profile" in notes
     assert "--lr-wsd-decay-style has no effect without --lr-decay-style WSD" in notes
     assert "--finetune has no effect without --load" in notes
+    wanted, without = "--rehearse-json x.json", "--rehearse-json has no effect without --rehearse"
+    assert without in read(wanted).notes and without not in read(f"{wanted} --rehearse").notes
 
 
 def test_what_does_nothing_in_megatron_lm_does_nothing_here():
@@ -258,6 +260,7 @@ MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--lr -0.1", 1, "--lr -0.1: must be a number >= 0"),
     ("--valid-data-path p", 1, "--mock-data and --valid-data-path exclude each other"),
+    ("--rehearse --dry-run", 1, "--rehearse and --dry-run exclude each other"),
     ("--lr", 1, "--lr: expected one argument"),
     ("--lr 1 -lr 1", 1, "-lr: a value that belongs to no flag; flags begin with --"),
     ("--bf16 stray", 1, "--bf16: a switch takes no value, not 'stray'"),
