@@ -39,7 +39,7 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.command_line import Parser, add_tokenizer, integer, model_of, number
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
-from training.checkpoint.find import at_or_below, why_none
+from training.checkpoint.find import at_or_below, nothing_at
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
@@ -214,7 +214,7 @@ def load_model(
     root = str(at_or_below(root))
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
-        raise ValueError(f"--load {root}: there is no checkpoint ({why_none(root)})")
+        raise nothing_at("--load", root)
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")

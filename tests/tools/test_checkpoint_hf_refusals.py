@@ -148,7 +148,7 @@ def test_what_is_there_is_not_overwritten(
     main(["convert", "--from-hf", str(hf), "--save", str(weft)])
     assert "already holds checkpoints" in refusal(capsys, "--from-hf", hf, "--save", weft)
     assert "not an empty directory" in refusal(capsys, "--to-hf", hf, "--load", weft)
-    assert "there is no checkpoint" in refusal(capsys, "--to-hf", out, "--load", tmp_path / "no")
+    assert "no checkpoint there" in refusal(capsys, "--to-hf", out, "--load", tmp_path / "no")
     assert sorted(os.listdir(tmp_path)) == ["hf", "made", "weft"]
 
 

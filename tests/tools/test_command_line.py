@@ -60,7 +60,7 @@ def test_a_flag_may_be_typed_with_underscores(tmp_path, capsys):
         with pytest.raises(SystemExit):
             generate.main(f"--load {tmp_path} --prompt a_b {flags}".split())
         said.add(capsys.readouterr().err)
-    assert len(said) == 1 and "there is no checkpoint" in said.pop()
+    assert len(said) == 1 and "no checkpoint there" in said.pop()
 
 
 @pytest.mark.prove

@@ -371,7 +371,7 @@ def test_an_imported_model_brings_its_tokenizer(
 def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--load", str(tmp_path / "no"), "--device", "cpu"])
-    assert end.value.code == 2 and "there is no checkpoint" in capsys.readouterr().err
+    assert end.value.code == 2 and "no checkpoint there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
