@@ -28,7 +28,6 @@ from training.settings.arguments import (
     RehearseConfig,
     RunConfig,
 )
-from training.settings.setting import flag_of
 
 
 class UsageError(ValueError):
@@ -147,7 +146,8 @@ def _idle(row: Any, flat: dict[str, Any]) -> bool:
     """Return whether a setting that older checkpoints lack has no effect."""
     if not row.added or not row.needs_value:
         return False
-    return all(v != row.needs_value for k, v in flat.items() if flag_of(k) == row.needs[0])
+    field = row.needs[0].removeprefix("--").replace("-", "_")
+    return all(v != row.needs_value for k, v in flat.items() if k.rpartition(".")[2] == field)
 
 
 def _plain(value: Any) -> Any:
