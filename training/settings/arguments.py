@@ -1829,13 +1829,6 @@ class RehearseConfig:
         "run the steps of one rank of this WORLD_SIZE on a simulated device, on any machine, and "
         "report its launches, memory, transfers and waits",
         ours=True,
-        stops=(
-            Stop(
-                "--rehearse & --dry-run",
-                "",
-                "--rehearse and --dry-run exclude each other: give one of them",
-            ),
-        ),
     )
     rehearse_rank: int = setting(
         0, "the rank that is rehearsed", "rank in the world", integer(), REHEARSE, ours=True

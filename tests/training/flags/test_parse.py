@@ -260,7 +260,6 @@ MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--lr -0.1", 1, "--lr -0.1: must be a number >= 0"),
     ("--valid-data-path p", 1, "--mock-data and --valid-data-path exclude each other"),
-    ("--rehearse --dry-run", 1, "--rehearse and --dry-run exclude each other"),
     ("--lr", 1, "--lr: expected one argument"),
     ("--lr 1 -lr 1", 1, "-lr: a value that belongs to no flag; flags begin with --"),
     ("--bf16 stray", 1, "--bf16: a switch takes no value, not 'stray'"),
