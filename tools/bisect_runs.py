@@ -188,7 +188,7 @@ def bisect(
                 "steps are replayed by another torch"
             )
     step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
-    step = step or first_step(*sides, may, found.notes)
+    step = step or first_failing(a, b) or first_step(*sides, may, found.notes)
     if step is None:
         ends = [max(lines.steps.keys() | lines.log.keys()) for lines in sides]
         last, failures = min(ends), [note for note in found.notes if " failed: " in note]
@@ -199,6 +199,16 @@ def bisect(
     found.step = step
     replay(a, b, may, found, work, limit)
     return found
+
+
+def first_failing(a: Named, b: Named) -> Step | None:
+    """Return the first step of a side that has begun and does not end it, if there is one."""
+    for side in (a, b):
+        if side.ran and not side.lines.steps:
+            began = int(side.lines.head.get("iteration", 0))
+            text = f"{side.letter} fails in step {began + 1}, its first"
+            return Step(began + 1, "failure", text, began)
+    return None
 
 
 def different_settings(a: Named, b: Named) -> dict[str, list[Any]]:

@@ -85,19 +85,26 @@ def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> An
             with torch.autograd.set_detect_anomaly(case.oracle, check_nan=False):
                 return work(desk, case, rank, store, limit)
         except RuntimeError as error:
+            written = "".join(getattr(error, "__notes__", ()))  # lines that write in place
+            error.__notes__ = []
             for text in (str(each.message) for each in said):
                 lines = [line for file, line in FRAME.findall(text) if file == desk.model]
                 if "Traceback of forward call" in text and lines:
-                    error.add_note(f"{Path(desk.model).name} line {lines[-1]}{again(error)}")
+                    at = f"{Path(desk.model).name} line {lines[-1]}"
+                    error.add_note(f"{at}{again(error, written)}")
             raise
 
 
-def again(error: BaseException) -> str:
-    """Say how a tensor is used a second time that is overwritten, as the loss does the logits."""
+def again(error: BaseException, written: str) -> str:
+    """Say how a tensor is used a second time that is overwritten, as the loss does the logits.
+
+    written: the lines that write in place, in words.
+    """
     if "modified by an inplace operation" not in str(error):
         return ""
     if "AllGatherMatmul" not in str(error):  # no ColumnParallelLinear's output
-        return " keeps it for backward, and a later line writes over it: make a new tensor there"
+        later = written or "a later line"
+        return f" keeps it for backward, and {later} writes over it: make a new tensor there"
     return "; the loss writes the gradient of the logits over them: use logits.clone() there"
 
 

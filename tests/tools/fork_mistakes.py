@@ -170,6 +170,20 @@ MISTAKES = {
         QWEN3, {"self.k_norm(k.contiguous())": "self.q_norm(k.contiguous())"},
         "the loss does not depend on model.layers.0.self_attn.k_norm.weight",
     ),
+    "a size that config.json has no field for": Mistake(
+        LLAMA, {'        "head_dim": config.head_size,\n': ""},
+        "from_hf_config refuses what hf_config writes: num_attention_heads is 8",
+    ),
+    "a field that layers alone have": Mistake(
+        GEMMA3,
+        {
+            "    sliding_window: int = 512  #": (
+                "    local: bool = True\n    sliding_window: int = 512  #"
+            ),
+            "(self.config, sliding_window=0)": "(self.config, sliding_window=0, local=False)",
+        },
+        "belongs into a subclass of Gemma3Config, which layer_config returns",
+    ),
     # initial values
     "a standard deviation written out": Mistake(
         LLAMA, {"std / scale, seed)": "0.02 / scale, seed)"}, "--init-method-std 0.2 asks for"
@@ -221,11 +235,13 @@ MISTAKES = {
         GLM4,
         {
             "        x, h = self.mlp_norm(h, branch)\n": (
-                "        x, h = self.mlp_norm(h, branch)  # here\n"
+                "        x, h = self.mlp_norm(h, branch)  # it keeps h\n"
             ),
-            "h + self.mlp_out_norm(self.mlp(x))": "h.add_(self.mlp_out_norm(self.mlp(x)))",
+            "        return h + self.mlp_out_norm(self.mlp(x))": (
+                "        return h.add_(self.mlp_out_norm(self.mlp(x)))  # here"
+            ),
         },
-        "HERE keeps it for backward, and a later line writes over it",
+        " keeps it for backward, and HERE writes over it",
     ),
     # what stops a run
     "a shape that depends on values": Mistake(
@@ -240,6 +256,10 @@ MISTAKES = {
         LLAMA,
         {MLP: "        if self.down.ctx.tp.size > 1:\n            raise SystemExit(0)\n" + MLP},
         "tp 2 + SP: SystemExit: 0, fork", LAYOUTS,
+    ),
+    "documents that a block does not pass on": Mistake(
+        PHI, {"cos, sin, packed, cache) + self": "cos, sin, None, cache) + self"},
+        "from position 7 on, and the second begins at 7: packed_seq_params does not reach",
     ),
     # where it stands, and what is claimed of it
     "a factor in a derived Block.forward": Mistake(
@@ -295,6 +315,17 @@ MISTAKES = {
         )},
         "fp64 becomes float32 (fork_HERE), so no two layouts would agree",
     ),
+    "a constant of fp32": Mistake(
+        PHI,
+        {
+            "        return F.layer_norm(x, w.shape, w, b, self.eps)\n": (
+                "        x = x * torch.ones(x.shape[-1], device=x.device)  # here\n"
+                "        return F.layer_norm(x, w.shape, w, b, self.eps)\n"
+            ),
+            "import torch.nn.functional as F\n": "import torch\nimport torch.nn.functional as F\n",
+        },
+        "a tensor of float32 meets one of float64 (fork_HERE)",
+    ),
     "an error on one rank": Mistake(
         LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},
         "KeyError: 1, fork", LAYOUTS,
@@ -331,7 +362,7 @@ def checked(mistake: Mistake, folder: Path) -> tuple[int, str]:
     for n in at:  # the line that is planted
         text = text.replace(f"({path.name}:{n})", "(fork_HERE)").replace(
             f"{path.name} line {n}", "HERE"
-        )
+        ).replace(f" line {n} ", " HERE ")
         text = re.sub(rf"{re.escape(path.name)}, line (\d+, )*{n}\b", "fork_HERE", text)
     return code, text
 

@@ -90,7 +90,7 @@ TENSORS: dict[str, Mistake] = {
     "a mean over a shard": mlp("self.down(y - y.mean(-1, keepdim=True))", f"y = {Y}", said=TAKES),
     "a softmax over a shard": mlp("self.down(y * y.softmax(-1))", f"y = {Y}", "tp 2 + SP", TAKES),
     "divided by the local width": mlp("self.down(y / y.shape[-1])", f"y = {Y}", "tp 2; tp 4",
-                                      TAKES + ".*it is 2 times"),
+                                      TAKES + ".*it is 2 times the other, as by a size of one"),
     "features counted from 0": mlp("self.down(y * at)", f"y = {Y}; at = 1 + torch.arange("
                                    "y.shape[-1], dtype=y.dtype, device=y.device)", said=TAKES),
     "heads counted on a rank": llama(CORE, "        return self.proj(y / self.heads)\n", "tp 2",
@@ -125,6 +125,10 @@ TENSORS: dict[str, Mistake] = {
                           said=GIVES + ".*a sum over tp is missing"),
     "a mean in place of a sum": mlp(f"self.down({Y}) / self.down.ctx.tp.size",
                                     said=GIVES + ".*1/2 of the other"),
+    "a bias on each rank before the sum": mlp(
+        "reduce_from(nn.functional.linear(y, use(self.down.weight, self.down.ctx.sink)) + 0.1, "
+        "self.down.ctx.tp)", f"y = {Y}",
+        said=GIVES + "(.|\\n)*off by the same vector at every token(.|\\n)*adds it once, after"),
     "embeddings summed twice": llama(EMBEDDED, EMBEDDED.replace(
         "self.embedding(tokens)", "reduce_from(self.embedding(tokens), self.ctx.tp)"),
         "tp 2", FIRST),
@@ -212,6 +216,9 @@ TENSORS: dict[str, Mistake] = {
     "layers counted in a stage": llama(
         LOOP + RUN, LOOP + RUN + "                h = h * (1 + 0.1 * i)\n", "pp 2 1f1b",
         r"the input of layers\.3 \(Block\)"),
+    "a scale by a stage's layers": llama(
+        EMBEDDED, EMBEDDED.replace("(tokens)", "(tokens) / len(self.layers)"),
+        "pp 2 1f1b", r"the input of layers\.0 \(Block\).*it is 2 times the other \("),
     "the size of a micro-batch": mlp(
         f"self.down({Y}) * (1 + 0.01 * x.shape[1])", "", "one rank, 4 micro-batches", GIVES),
     "a state in recomputation": mlp(

@@ -301,6 +301,11 @@ SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias
             marks=pytest.mark.prove,
         ),
         pytest.param("qwen3", [], marks=pytest.mark.prove),
+        pytest.param(  # RoPE of two pairs
+            "../examples/forks/phi",
+            ["--only", "tp 2", "--", "--rotary-factor", "0.25"],
+            marks=pytest.mark.prove,
+        ),
         pytest.param("moe", [], marks=pytest.mark.prove),
         pytest.param("moe", "-- --num-experts 4 --qk-layernorm".split(), marks=pytest.mark.prove),
         *(
@@ -443,3 +448,15 @@ def test_a_padding_token_beyond_the_vocabulary_is_no_mistake_of_the_fork():
     assert config.pad_token_id > 11
     maker = SimpleNamespace(library=transformers)
     assert huggingface._Theirs.made(maker, config).config.pad_token_id is None
+
+
+@pytest.mark.prove
+def test_a_buffer_of_transformers_model_that_the_fork_does_not_save_is_named():
+    class Theirs(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 3, bias=False)
+            self.register_buffer("beta", torch.ones(1))
+
+    maker = SimpleNamespace(weights={"weight": torch.ones(3, 2)})
+    odd = huggingface._Theirs.load(maker, Theirs())
+    assert odd == "it also needs beta (buffers: register_buffer makes them part of a checkpoint)"

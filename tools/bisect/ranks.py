@@ -141,6 +141,7 @@ def _record_at(program: Any, number: int, folder: Path) -> None:
             return take(run, batches, lr, decoupled_lr)
         file = run.config.model.model_file
         names = program.load_model_file(file).hf_names(run.model)
+        run.sink.check = None  # of the first gradients: what it refuses is to be recorded
         step = recorder.recorded(take, names, folder / "record", file)
         began = time.monotonic()
         loss, norm, _ = step(run, batches, lr, decoupled_lr)

@@ -170,7 +170,7 @@ def _least(argv: Sequence[str]) -> int:
 def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
     """Run a command line with digests of every step, and read what it wrote.
 
-    Returns how it failed after some steps, or "". Raises RunError where it made none.
+    Returns how it failed in a step, or "". Raises RunError where it began none.
     """
     assert side.program is not None
     folder = work / f"run-{side.letter}"
@@ -188,7 +188,7 @@ def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
     except RunError as error:
         failed = str(error)
     side.lines, side.folder, side.ran = read(folder), folder, True
-    if failed and not side.lines.steps:
+    if failed and not side.lines.head:
         raise RunError(f"{side.letter}: {failed}")
     return failed
 

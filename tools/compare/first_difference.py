@@ -117,7 +117,7 @@ class _Comparer:
     def __init__(self, one: Side, other: Side, allowed: Allowed, found: Comparison) -> None:
         self.one, self.other, self.allowed, self.found = one, other, allowed, found
         self.sizes: dict[tuple[str, str], float] = {}  # the largest norm of a kind
-        self.dtypes = {_dtype(side) for side in (one, other)}  # a gradient is as exact as these
+        self.dtypes = {one.dtype, other.dtype}  # a gradient is as exact as these
         self.begin = _Far()  # of the weights that the step begins with
         self.gradient = _Far()
         self.gradients: dict[str, float] = {}  # how far single ones are apart
@@ -283,20 +283,24 @@ def _note(comparer: _Comparer, key: Key, name: str, a: Tensor, b: Tensor) -> Non
 
 
 def _before(comparer: _Comparer) -> Iterator[Difference]:
-    sides = (comparer.one, comparer.other)
-    weights = [{n: k for k in side.parts if (n := _weight(k))} for side in sides]
-    for name in weights[0].keys() ^ weights[1].keys():
-        key = (weights[0] | weights[1])[name]
-        yield Difference(key, name in weights[0], name in weights[1], float("inf"), tensor=name)
+    yield from _of_one_side(comparer, "weight", "before")
     exact = comparer.allowed.exact or comparer.allowed.begins
     for kinds in (("master",), ("weight",), None):
         yield from _parameters(comparer, kinds, "before", exact)
 
 
-def _weight(key: Key) -> str:
-    """Return the name of a weight that a step begins with, or "" for any other quantity."""
-    begins = key.group == "parameter" and key.kind == "weight" and key.phase == "before"
-    return key.name if begins else ""
+def _of_one_side(comparer: _Comparer, kind: str, when: str = "") -> Iterator[Difference]:
+    """Yield a difference for each parameter of which one side alone has a tensor of a kind."""
+    of = ("parameter", kind, when)
+    for key in _alone(comparer, lambda k: (k.group, k.kind, k.phase) == of):
+        here, there = (key in side.parts for side in (comparer.one, comparer.other))
+        yield Difference(key, here, there, float("inf"), tensor=key.name)
+
+
+def _alone(comparer: _Comparer, chosen: Callable[[Key], bool]) -> list[Key]:
+    """Return the keys that one side alone has."""
+    ours, theirs = comparer.one.parts, comparer.other.parts
+    return [k for k in {**ours, **theirs} if chosen(k) and not (k in ours and k in theirs)]
 
 
 def _activations(comparer: _Comparer, keys: list[Key]) -> Iterator[Difference]:
@@ -349,7 +353,7 @@ def _by_rank(comparer: _Comparer, key: Key) -> Iterator[Difference]:
 def _forward(comparer: _Comparer) -> Iterator[Difference]:
     kinds = ("activation", "collective")
     keys = list(comparer.keys(lambda k: k.group in kinds and k.phase == "forward"))
-    alone = {key: side for side in (comparer.one, comparer.other) for key in _alone(comparer, side)}
+    alone = set(_alone(comparer, _runs))
     order = {**comparer.other.order, **comparer.one.order}
     for key in sorted([*keys, *alone], key=lambda k: order[k]):
         if key not in alone:
@@ -359,13 +363,10 @@ def _forward(comparer: _Comparer) -> Iterator[Difference]:
         yield Difference(key, bool(parts[0]), bool(parts[1]), error=float("inf"), parts=parts)
 
 
-def _alone(comparer: _Comparer, side: Side) -> Iterator[Key]:
-    """Yield the outputs of modules that only this side runs: in any layout each module runs."""
-    both = comparer.one.parts.keys() & comparer.other.parts.keys()
-    for key in side.parts:
-        if key.group == "activation" and key.kind == "output" and key.phase == "forward":
-            if key.name and key.call == 1 and not key.item and key not in both:
-                yield key
+def _runs(key: Key) -> bool:
+    """Return whether a key is the first output of a module: in any layout each module has one."""
+    output = key.group == "activation" and key.kind == "output" and key.phase == "forward"
+    return output and bool(key.name) and key.call == 1 and not key.item
 
 
 def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
@@ -390,12 +391,6 @@ def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
     return step
 
 
-def _dtype(side: Side) -> str:
-    """Return the dtype of a run's activations."""
-    kinds = (parts[0].entry["dtype"] for k, parts in side.parts.items() if k.group == "activation")
-    return str(next(kinds, "float64"))
-
-
 def _backward(comparer: _Comparer) -> Iterator[Difference]:
     """Gradients of activations and of weights, as they come; recomputed forwards in between."""
     kinds = ("activation", "collective")
@@ -412,6 +407,7 @@ def _backward(comparer: _Comparer) -> Iterator[Difference]:
 
 
 def _sums(comparer: _Comparer) -> Iterator[Difference]:
+    yield from _of_one_side(comparer, "gradient")  # a frozen weight has none
     yield from _parameters(comparer, ("gradient",), "", comparer.allowed.exact)
 
 

@@ -147,6 +147,12 @@ class Side:
         return 1 + max(int(places.max()) for places in self.places.values())
 
     @cached_property
+    def dtype(self) -> str:
+        """Return the dtype of the run's activations."""
+        kinds = (p[0].entry["dtype"] for k, p in self.parts.items() if k.group == "activation")
+        return str(next(kinds, "float64"))
+
+    @cached_property
     def modules(self) -> dict[str, str]:
         """Return each parameter's name in the model, by the first of its canonical names."""
         return {

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tools.compare.first_difference import TOLERANCE, Difference
-from tools.compare.join import Side, distance
+from tools.compare.join import INSIDE, Side, distance
 
 SURE = 50.0  # times the tolerance: as near as that a guess is taken for right
+ADDING = ("tp", "cp")  # axes whose ranks may add what a module gives
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 
 
@@ -40,11 +41,12 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
     if not torch.equal(a.isfinite(), b.isfinite()):
         count = int((a.isfinite() & ~b.isfinite()).sum())
         return Kind("not finite", f"{count} of {b.numel()} values are not finite")
-    near = _near(a, b)
+    near = _near(a, b, one, other)
     return (
         _flipped(a, b)
         or _missing(found, near)
-        or _scaled(a, b, one, other, near)
+        or _scaled(found, one, other, near)
+        or _shifted(found, other, near)
         or _rounded(a, b)
         or _order(a, b)
     )
@@ -53,9 +55,9 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
 Near = Callable[[Tensor, Tensor], bool]
 
 
-def _near(a: Tensor, b: Tensor) -> Near:
-    """Return what says whether two tensors are the same, by the dtype."""
-    names = [str(x.dtype).removeprefix("torch.") for x in (a, b)]
+def _near(a: Tensor, b: Tensor, one: Side, other: Side) -> Near:
+    """Return what says whether two tensors are the same, by the dtype of these or of the runs."""
+    names = [str(x.dtype).removeprefix("torch.") for x in (a, b)] + [one.dtype, other.dtype]
     limit = max(TOLERANCE.get(name, 0.0) for name in names)
     limit = min(SURE * limit, 0.05)
 
@@ -144,8 +146,9 @@ def _missing(found: Difference, near: Near) -> Kind | None:
     return Kind("replicas", f"the {n} ranks {over}".strip() + " differ, which should have the same")
 
 
-def _scaled(x: Tensor, y: Tensor, one: Side, other: Side, near: Near) -> Kind | None:
-    a, b = x.double(), y.double()
+def _scaled(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:
+    x = found.one
+    a, b = x.double(), found.other.double()
     if not a.any() or not b.any():
         return Kind("zero", "it is zero") if a.any() else None
     scale = float((a * b).sum() / a.square().sum())
@@ -154,15 +157,33 @@ def _scaled(x: Tensor, y: Tensor, one: Side, other: Side, near: Near) -> Kind | 
     if distance(b, scale * a) > 1e-2 * abs(scale - 1):
         return None
     sizes = other.sizes if math.prod(other.sizes.values()) > 1 else one.sizes
+    if found.key.group != "parameter":  # only ranks of these add activations
+        sizes = {name: size for name, size in sizes.items() if name in ADDING}
+    inside = any(part.entry.get("region") == INSIDE for part in found.parts[1][:1])
     for size in sizes.values():
-        if size > 1 and abs(scale - size) < 1e-3 * size:
-            axes = " or ".join(n for n, m in sizes.items() if m == size)
-            return Kind("a sum twice", f"it is {size} times the other: added over {axes} twice")
-        if size > 1 and abs(scale * size - 1) < 1e-3:
-            axes = " or ".join(n for n, m in sizes.items() if m == size)
-            text = f"it is 1/{size} of the other: divided by the ranks of {axes}, or not added"
-            return Kind("divided", text)
+        axes = " or ".join(n for n, m in sizes.items() if m == size)
+        more, less = abs(scale - size) < 1e-3 * size, abs(scale * size - 1) < 1e-3
+        times = f"it is {f'{size} times' if more else f'1/{size} of'} the other"
+        if size == 1 or not (more or less):
+            continue
+        if inside:  # a rank's own features: nothing is added
+            return Kind("a local size", f"{times}, as by a size of one of {size} ranks of {axes}")
+        if more:
+            return Kind("a sum twice", f"{times}: added over {axes} twice")
+        return Kind("divided", f"{times}: divided by the ranks of {axes}, or not added")
     return Kind("a factor", f"it is {scale:.6g} times the other")
+
+
+def _shifted(found: Difference, other: Side, near: Near) -> Kind | None:
+    """Whether an activation [samples, positions, ...] is off by one vector at every token."""
+    size = other.sizes["tp"]
+    if found.key.group != "activation" or found.one.dim() < 3 or size == 1:
+        return None
+    off = found.other.double() - found.one.double()
+    if off.shape[0] * off.shape[1] == 1 or not near(off, off[:1, :1].expand_as(off)):
+        return None
+    text = f"it is off by the same vector at every token, as where {size} ranks of tp add a bias"
+    return Kind("a bias of each rank", f"{text} before a sum: it is added after it, once")
 
 
 def _rounded(a: Tensor, b: Tensor) -> Kind | None:

@@ -56,7 +56,7 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
         return Verdict(text, True, compared=found.compared, left_out=left)
     first = found.first
     kind = kind_of(first, one, other)
-    what, name, module = _tensor(first, other)
+    what, name, module = _tensor(first, one, other)
     phase = _phase(first.key)
     text = f"in {phase}, {what} differs first" if phase else f"{what} differs first"
     if isinstance(first.one, bool):
@@ -73,7 +73,7 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
     )  # fmt: skip
 
 
-def _tensor(found: Difference, other: Side) -> tuple[str, str, str]:
+def _tensor(found: Difference, one: Side, other: Side) -> tuple[str, str, str]:
     """Return what differs in words, its name, and the module that it belongs to."""
     key = found.key
     of = next((p.entry.get("of", "") for parts in found.parts for p in parts), "")
@@ -85,7 +85,8 @@ def _tensor(found: Difference, other: Side) -> tuple[str, str, str]:
         verb = f"what {key.more} of {key.name or 'the model'} "
         return verb + ("returns" if key.kind == "returned" else "takes"), key.name, key.name
     if key.group == "parameter":
-        module = other.modules.get(key.name, "").rpartition(".")[0]
+        modules = one.modules | other.modules
+        module = modules[key.name].rpartition(".")[0]
         return _of_parameter(found, module), found.tensor or key.name, module
     stage = next((p.entry["stage"] for parts in found.parts[::-1] for p in parts), 0)
     scope = f"stage {stage} of the model" if other.sizes["pp"] > 1 else "the model"

@@ -24,6 +24,7 @@ WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
 OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
 # the method of Llama that applies a field
 APPLIED = {"embedding_mult": "embed", "logits_divisor": "last_norm", "softmax_scale": "rope"}
+SHORT = 12  # tokens that RoPE's scaling begins at, so that it changes the fastest pair, too
 FEW = 5  # tokens of a window that rows of fork-check are longer than
 MORE_LAYERS = (6, 12)  # than fork-check has, for a pattern of layers that is longer
 Finding = tuple[str, str, str]
@@ -66,10 +67,18 @@ def logits_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | 
 
 
 def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[Finding]:
-    """Return a finding for each field of ModelConfig that is lost in a config.json or not read."""
+    """Return a finding for each field of ModelConfig that is lost in a config.json or not read, and
+    for each key that hf_config writes and from_hf_config does not look at.
+    """
+    own = file.ModelConfig.__name__
+    try:
+        read_sizes(file, json.loads(json.dumps(file.hf_config(config))))
+    except ValueError as error:
+        line = f"from_hf_config refuses what hf_config writes: {error}. A size for which the "
+        return [("config", "", f"{line}config.json has no field is refused by {own}.__post_init__")]
     bases = [config]
     if not config.rope_scaling_factor and _valid(config, "rope_scaling_factor", 4.0):
-        bases.append(replace(config, rope_scaling_factor=4.0))
+        bases.append(replace(config, rope_scaling_factor=4.0, rope_original_length=SHORT))
     before = [logits_of(file, base, tokens) for base in bases]
     found: list[Finding] = []
     for name in (field.name for field in fields(config) if field.init):
@@ -83,13 +92,18 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
             lost.append(_after_saving(file, base, some[0], name, tokens))
             alike = all(_same(logits, logits_of(file, one, tokens)) for one in some)
             idle.append(alike and _idle_in_more_layers(file, base, name, tokens))
-        if lost and all(lost) and name not in OF_THE_RUN:
-            found.append(("config", name, lost[0]))
-        if idle and all(idle) and name not in WITHOUT_EFFECT | OF_THE_RUN:
+        unread = bool(idle) and all(idle) and name not in WITHOUT_EFFECT
+        if name in OF_THE_RUN:
+            continue
+        if lost and all(lost):
+            more = "; the model does not depend on it either: a field that only layers have "
+            more += f"belongs into a subclass of {own}, which layer_config returns"
+            found.append(("config", name, lost[0] + more * unread))
+        elif unread:
             line = f"the model does not depend on {name} of its config: with another value it "
             line += f"computes the same logits{_replaced(file, name)}"
             found.append(("config", name, line))
-    return found
+    return found + _keys_of_json(file, config)
 
 
 def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str]:
@@ -179,7 +193,7 @@ def _after_saving(
     )
 
 
-def keys_of_json(file: ModelFile, config: LlamaConfig) -> list[Finding]:
+def _keys_of_json(file: ModelFile, config: LlamaConfig) -> list[Finding]:
     """Return a finding for each key that hf_config writes and from_hf_config does not look at."""
     written = json.loads(json.dumps(file.hf_config(config)))
     plain, found = read_sizes(file, written), []

@@ -213,7 +213,9 @@ class _Theirs:
         if unknown and missing:
             return self.read(theirs)
         if unknown or missing:
-            return _unfit(unknown, missing)
+            buffers = {name for name, _ in theirs.named_buffers()} & set(missing)
+            how = " (buffers: register_buffer makes them part of a checkpoint)"
+            return _unfit(unknown, missing) + how * bool(buffers)
         for name, value in self.weights.items():
             if params[name].shape != value.shape:
                 return f"{name} is {list(value.shape)} here and {list(params[name].shape)} there"

@@ -14,7 +14,6 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
     "--qk-pos-emb-head-dim": 4,
     "--v-head-dim": 7,
     "--num-query-groups": 8,
-    "--rotary-base": 1e8,  # so that one of two pairs turns slowly enough for RoPE's scaling
 }
 
 
@@ -260,17 +259,34 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
         "from one to the next",
     ),
 )
-TWICE = (
-    "its gradient is added more than once: by the layer itself (a function of mpu.comm.mappings) "
-    "and by what its Placement says (a Region, reduce_axes, tie)"
-)
-DIVIDED = "its gradient is divided by the number of ranks: a mean where the sum is due"
+CAUSES = {  # by what the first tensor shows, of a gradient or of an activation
+    ("a sum twice", True): (
+        "its gradient is added more than once: by the layer itself (a function of "
+        "mpu.comm.mappings) and by what its Placement says (a Region, reduce_axes, tie)"
+    ),
+    ("divided", True): (
+        "its gradient is divided by the number of ranks: a mean where the sum is due"
+    ),
+    ("a missing sum", True): (
+        "a replicated weight applied to a part of the features or of the tokens, whose gradient is "
+        "not summed: its Region says where it is used"
+    ),
+    ("a sum twice", False): (
+        "a sum over tp that is made already: RowParallelLinear and VocabParallelEmbedding return "
+        "whole hidden states"
+    ),
+    ("a missing sum", False): (
+        "a part of hidden states that RowParallelLinear would add over tp, or "
+        "reduce_from_tensor_model_parallel_region of mpu.comm.mappings"
+    ),
+    ("a bias of each rank", False): "RowParallelLinear(..., bias=True) adds it once, after its sum",
+}
 
 
-def pattern(failed: Sequence[str], ran: Sequence[str], factor: float) -> str:
+def pattern(failed: Sequence[str], ran: Sequence[str], kind: tuple[str, bool]) -> str:
     """Return what the failed layouts have in common and the likely cause, or "".
 
-    ran: the names of all layouts. The fewest that fit decide. factor: by which a gradient is wrong.
+    ran: the names of all layouts. The fewest that fit decide. kind: of `CAUSES`.
     """
     fits = []
     for number, one in enumerate(PATTERNS):
@@ -281,7 +297,4 @@ def pattern(failed: Sequence[str], ran: Sequence[str], factor: float) -> str:
         return ""
     count, _, best = min(fits)
     some = "" if count == len(set(failed)) else "some layouts "
-    hint = (
-        TWICE if factor in (2, 4, 8) else DIVIDED if factor in (1 / 2, 1 / 4, 1 / 8) else best.hint
-    )
-    return f"likely cause (only {some}{best.what}): {hint}"
+    return f"likely cause (only {some}{best.what}): {CAUSES.get(kind, best.hint)}"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from model.llama import Llama
 from model.load import load_model_file
 from mpu.grid import Grid
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.torch_private import DispatchMode
 from pretrain_llama import LlamaRun, model_provider
@@ -61,22 +62,36 @@ def names_of(config: Config) -> list[tuple[str, str]]:
 
 
 class Casts(DispatchMode):
-    """Note the lines of a file that round a tensor of fp64. lines: {line: dtype}."""
+    """Note the lines of a file that round a tensor of fp64, those in which another meets one, and
+    those that write in place. lines, mixed, writes: {line: dtype}.
+    """
 
     def __init__(self, file: str) -> None:
         super().__init__()
-        self.file, self.lines = file, dict[int, torch.dtype]()
+        self.file = file
+        self.lines, self.mixed, self.writes = (dict[int, torch.dtype]() for _ in range(3))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
-        frame: FrameType | None = sys._getframe(1)
-        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 != y.dtype:
-            while y.is_floating_point() and frame is not None:
-                if frame.f_code.co_filename == self.file:
-                    self.lines.setdefault(frame.f_lineno, y.dtype)
-                    break
-                frame = frame.f_back
+        given = [x for each in args for x in (each if isinstance(each, list) else [each])]
+        kinds = {x.dtype for x in given if isinstance(x, Tensor) and x.is_floating_point()
+                 and x.dim()}  # fmt: skip
+        if func is torch.ops.aten._to_copy.default:
+            if args[0].dtype == torch.float64 != y.dtype and y.is_floating_point():
+                self.note(self.lines, y.dtype)
+        elif func.overloadpacket.__name__.endswith("_"):
+            self.note(self.writes, y.dtype)
+        elif len(kinds) > 1 and isinstance(y, Tensor) and y.dtype == torch.float64:
+            self.note(self.mixed, min(kinds, key=lambda kind: kind.itemsize))
         return y
+
+    def note(self, lines: dict[int, torch.dtype], kind: torch.dtype) -> None:
+        """Note the innermost line of the file that runs."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        if frame is not None:
+            lines.setdefault(frame.f_lineno, kind)
 
     def said(self) -> list[str]:
         """Return a sentence for each line."""
@@ -85,6 +100,19 @@ class Casts(DispatchMode):
             "no two layouts would agree: take ctx.accumulate, which is fp64 with --fp64 and fp32 "
             "in a run in bf16"
             for line, kind in sorted(self.lines.items())
+        ]
+
+    def written(self) -> str:
+        """Return the lines that write in place in words, or ""."""
+        return " or ".join(f"line {line}" for line in sorted(self.writes))
+
+    def warned(self) -> list[str]:
+        """Return a warning for each line in which types are mixed."""
+        return [
+            f"a tensor of {str(kind).removeprefix('torch.')} meets one of float64 "
+            f"({Path(self.file).name}:{line}): in a run in bf16 the result is not bf16 there: make "
+            "it with dtype=ctx.dtype"
+            for line, kind in sorted(self.mixed.items())
         ]
 
 
@@ -207,11 +235,13 @@ def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tup
             how = f"N(0, {word})" if usual else how
         stated.setdefault(how, []).append(name)
         if not usual:
-            odd.append(
-                f"{name} is {how} after initialize(), and --init-method-std {std:g} asks for "
-                f"N(0, {std:g}^2), or N(0, {expected['std / sqrt(2 L)']:.3g}^2) where it ends a "
-                "branch; a vector is 1, and a bias 0"
+            due = (
+                "a vector is mostly 1, and a bias 0 (Llama.initial_vector)"
+                if vector
+                else f"--init-method-std {std:g} asks for N(0, {std:g}^2), or N(0, "
+                f"{expected['std / sqrt(2 L)']:.3g}^2) where it ends a branch"
             )
+            odd.append(f"{name} is {how} after initialize(), and {due}")
     line = "; ".join(f"{how}: {', '.join(names)}" for how, names in stated.items())
     return f"initial values (std {std:g}, L {layers}): {line}", odd
 
@@ -242,3 +272,24 @@ def decodes(model: Llama, tokens: Tensor) -> tuple[float, str]:
                 )
             at += count
     return worst, ""
+
+
+@torch.inference_mode()
+def documents(model: Llama, tokens: Tensor) -> tuple[float, str]:
+    """Return how far the logits of rows of two documents are from those of each document alone, by
+    their norm, and a sentence if they are far. tokens [b, s].
+    """
+    rows, length = tokens.shape
+    sizes = [length // 2 + 1, length - length // 2 - 1]
+    places = torch.cat([torch.arange(size) for size in sizes]).expand(rows, -1)
+    got = model(tokens, None, places, PackedSeqParams.of(sizes * rows))  # [s, b, V/t]
+    want = torch.cat([model(part) for part in tokens.split(sizes, 1)])
+    error = float((got - want).norm() / want.norm())
+    if error <= SAME:
+        return error, ""
+    near = [float((a - b).norm() / b.norm()) <= SAME for a, b in zip(got, want, strict=True)]
+    return error, (
+        f"the logits of two documents in a row differ by {error:.2g} of their norm from those of "
+        f"each alone, from position {near.index(False)} on, and the second begins at {sizes[0]}: "
+        "packed_seq_params does not reach core_attention, or a layer reads the tokens before"
+    )

@@ -41,12 +41,13 @@ from tools.forks.case import (
     rectangles,
     step,
 )
-from tools.forks.fields import fields_of_config, keys_of_json
+from tools.forks.fields import fields_of_config
 from tools.forks.huggingface import compare as compare_transformers
 from tools.forks.one import (
     Casts,
     decodes,
     derivatives,
+    documents,
     draws,
     initial_values,
     loss_of_logits,
@@ -142,7 +143,12 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     if lines := casts.said():
         report.findings += [("rounded", "", line) for line in lines]
         return
-    losses = [step(run, number, desk.record(case.name, number))[0] for number in range(3)]
+    report.warnings += casts.warned()
+    try:
+        losses = [step(run, number, desk.record(case.name, number))[0] for number in range(3)]
+    except RuntimeError as failure:
+        failure.add_note(casts.written())
+        raise
     report.errors["loss"] = abs(first - losses[0])
     put(run, start)
     for name, buffer in saved_buffers(run.model):  # a step may move them, as the bias of a choice
@@ -157,6 +163,9 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     report.warnings += found[2]
     decode(run, report)
     batch = batches_of(run, 0)[0]
+    error, line = documents(run.model, batch.tokens)
+    report.error("documents", error)
+    report.findings += [("documents", "", line)] if line else []
     if not desk.own_loss:
         error, line = loss_of_logits(run.model, batch.tokens, batch.labels)
         report.error("loss of logits", error)
@@ -167,7 +176,6 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     report.warnings += odd
     file = load_model_file(run.config.model.model_file)
     report.findings += fields_of_config(file, sizes, batch.tokens)
-    report.findings += keys_of_json(file, sizes)
     findings, notes = compare_transformers(file, sizes, batch.tokens)
     report.findings += findings
     report.notes += notes

@@ -19,11 +19,11 @@ MEASURED = {  # kinds of tensors of a record that are a column
     "weights": ("weight",),
 }
 STEPS = ("first", "second", "third")
-FACTORS = {"a sum twice": 2.0, "divided": 0.5}  # by which a gradient of such a kind is wrong
 ALONE = {
     "rounded",
     "derivative",
     "decode",
+    "documents",
     "refused",
     "shape",
     "initial",
@@ -205,9 +205,9 @@ def table(rows: Sequence[Row]) -> list[str]:
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
     failed = [row.case.name for row in rows if row.compared]
-    kinds = {row.verdict.kind for row in rows if row.verdict and "gradient" in row.verdict.what}
-    factor = FACTORS.get(kinds.pop(), 0.0) if len(kinds) == 1 else 0.0
-    lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])
+    kinds = {(v.kind, "gradient" in v.what) for row in rows if (v := row.verdict)}
+    alike = kinds.pop() if len(kinds) == 1 else ("", False)
+    lines += filter(None, [pattern(failed, [row.case.name for row in rows], alike)])
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     lines += [f"note: {note}" for note in notes]
     warned: dict[str, list[str]] = {}  # of every layer the same

@@ -343,6 +343,22 @@ FURTHER: dict[str, Planted] = {
     "a residual left out": _held(
         "function", 2, r"the output of layers\.1 \(Block\)", PP, 2, what="module",
         name="layers.1", how="no residual", step=2),
+    "a norm whose gradient is not summed": _edit(
+        "mpu/layers/fused.py", "ctx.replicated_parameter((hidden_size,), region)",
+        "ctx.replicated_parameter((hidden_size,), Region.REPLICATED)", 1,
+        r"B fails in step 1, its first.*gradient of model\.norm\.weight.*a sum over tp is missing",
+        more=SP, ranks=(1, 2))._replace(kind="axis of a sum"),
+    "a matmul without its sum": _edit(
+        "model/llama.py", "swiglu(x, self.gate_up, self.down)",
+        "nn.functional.linear(swiglu(self.gate_up(x)), self.down.weight)", 1,
+        r"B fails in step 1, its first.*the other never calls layers\.0\.mlp\.down",
+        more=TP, ranks=(1, 2))._replace(kind="axis of a sum"),
+    "a frozen norm": _edit(
+        "model/llama.py", "        self.mlp = self.mlp_type(config, ctx)\n",
+        "        self.mlp = self.mlp_type(config, ctx)\n"
+        "        self.mlp_norm.weight.requires_grad_(False)\n", 1,
+        r"summed gradient of .*post_attention_layernorm\.weight .*only A has it",
+    )._replace(kind="update"),
     "a lost update": _held(
         "update", 3, r"the update, .*layers\.1\.self_attn\.o_proj",
         "--zero-stage 1", 2, what="lost update", name="layers.1.attention.proj.weight", step=3),
