@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from model.llama import Llama, from_hf_config, hf_names
-from model.load import of_checkpoint
+from model.load import load_model_file, of_checkpoint
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.grid import Grid
@@ -21,6 +21,7 @@ from mpu.layers.rope import rope_frequencies
 from mpu.param import unique_parameters
 from tests.sampling import sampled
 from tools.checkpoint import main
+from tools.checkpoints.convert_huggingface import expected_tensors, export_hf, import_hf
 from tools.checkpoints.copy import from_hf
 from tools.generate import generate, load_model
 from training.checkpoint import find_latest, load, parameter_pieces
@@ -312,3 +313,44 @@ def test_a_run_takes_up_an_imported_model_at_any_size(tmp_path: Path) -> None:
     assert [len(each) for each in losses] == [2, 2, 2] and losses[1] == losses[2]
     assert losses[0][0] > 5.7  # the imported weights (std 0.1), not a fresh model at ln 251 = 5.5
     assert max(abs(a - b) for a, b in zip(*losses[:2], strict=True)) < 1e-4
+
+
+FORK = """
+import torch
+
+from model import llama
+from model.llama import LlamaConfig, from_hf_config, hf_config, parameter_group
+
+
+class Model(llama.Llama):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.register_buffer("scale", torch.tensor(0.5, device=self.ctx.device))
+
+
+def hf_names(model):
+    names = llama.hf_names(model).items()
+    return {name: tuple(n.replace("model.", "body.") for n in some) for name, some in names}
+
+
+ModelConfig = LlamaConfig
+"""
+
+
+def test_a_fork_with_names_of_its_own_and_a_number_that_checkpoints_hold(tmp_path: Path) -> None:
+    path = tmp_path / "fork.py"
+    path.write_text(FORK)
+    file = load_model_file(str(path))
+    config = file.ModelConfig(11, 16, 8, 1, 4, 2)
+    shapes = expected_tensors(file, config)
+    assert shapes["scale"] == () and "body.embed_tokens.weight" in shapes
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(file.hf_config(config)))
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, source / "model.safetensors")
+    place = import_hf(source, tmp_path / "weft", str(path))
+    export_hf(place, tmp_path / "back", None, 1 << 30, None, str(path))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)

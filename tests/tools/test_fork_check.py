@@ -460,3 +460,19 @@ def test_a_buffer_of_transformers_model_that_the_fork_does_not_save_is_named():
     maker = SimpleNamespace(weights={"weight": torch.ones(3, 2)})
     odd = huggingface._Theirs.load(maker, Theirs())
     assert odd == "it also needs beta (buffers: register_buffer makes them part of a checkpoint)"
+
+
+@pytest.mark.prove
+def test_a_name_that_transformers_module_has_in_memory_alone_is_no_name_of_a_checkpoint():
+    """GPT-NeoX's lm_head is embed_out in every checkpoint."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "gpt_neox", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=8,
+    )  # fmt: skip
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    maker = SimpleNamespace(weights=theirs.state_dict())
+    said = huggingface._Theirs.renamed(maker, theirs)
+    assert said == (
+        "lm_head.weight is a name in memory alone, and its checkpoints have embed_out.weight"
+    )

@@ -15,7 +15,7 @@ from mpu.grid import Grid
 from tools.checkpoints.copy import counted, open_newest, save_new, warn
 from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
 from training.checkpoint.header import BY_NAME
-from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
+from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.stream import stream
 from training.checkpoint.write_huggingface import write_huggingface
 from training.data.tokenizer import tokenizer_of
@@ -73,7 +73,7 @@ def import_hf(
     if found.left_out:
         warn(f"{source}: {found.left_out}")
     found.verify(found.manifest["files"])
-    dtype = str(BY_NAME[found.index[EMBEDDING]["dtype"]]).removeprefix("torch.")
+    dtype = str(BY_NAME[found.index[next(iter(expected))]["dtype"]]).removeprefix("torch.")
     ids = {k: found.config[k] for k in TOKEN_IDS if found.config.get(k) is not None}
     files = tokenizer_files(found.directory)
     state = {

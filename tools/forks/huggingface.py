@@ -178,7 +178,7 @@ class _Theirs:
         config = self.library.AutoConfig.for_model(**self.file.hf_config(self.config))
         theirs = self.made(config)
         name = type(theirs).__name__
-        odd = self.load(theirs)
+        odd = self.load(theirs) or self.renamed(theirs)
         if odd:
             line = f"hf_names does not name the weights of transformers' {name}: {odd}"
             return [("transformers", "", line)], []
@@ -223,6 +223,17 @@ class _Theirs:
             for name, value in self.weights.items():
                 params[name].copy_(value)
         return ""
+
+    def renamed(self, theirs: Any) -> str:
+        """Say which names a module has in memory alone: transformers saves it by another, or ""."""
+        here = theirs.state_dict()
+        if not self.weights.keys() <= here.keys():  # they are a checkpoint's, which `read` reads
+            return ""
+        saved = importlib.import_module("transformers.core_model_loading")
+        kept = saved.revert_weight_conversion(theirs, here).keys()
+        wrong, right = sorted(self.weights.keys() - kept), sorted(kept - here.keys())
+        some = f"{wrong[0]} is a name in memory alone, and its checkpoints have " if wrong else ""
+        return some and some + ", ".join(right[:2])
 
     def read(self, theirs: Any) -> str:
         """Let transformers read the weights as a checkpoint's: it changes names and fuses experts.

@@ -28,7 +28,7 @@ class Room:
         size = prod(shape) * dtype.itemsize
         if size > len(self._bytes):
             self._bytes = torch.empty(size, dtype=torch.uint8)
-        return self._bytes[:size].view(dtype).view(*shape)
+        return self._bytes[:size].view(dtype).view(shape)
 
 
 def stream(
