@@ -277,8 +277,8 @@ def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     two.fail(1, RuntimeError("early"))
     assert {c.why for c in two.causes()} == {"RuntimeError: early"}
     late = Staying(2, 3, two.store, beat=0.05, unwind=0.1)
-    wait_until(lambda: late.first is not None)
-    assert late.first.rank == 1
+    wait_until(lambda: late.gone)  # it has said why by then
+    assert late.first is not None and late.first.rank == 1
 
 
 def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[..., Ranks]) -> None:
