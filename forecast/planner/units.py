@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pretrain_llama
 from forecast.planner.model import REST, last_of_each, read_flags
-from forecast.recording import LOGITS, WEIGHT_ROWS, Recording, record
+from forecast.recording import LOGITS, MESSAGES, WEIGHT_ROWS, Recording, record
 from mpu.pipeline.schedules import Action
 from training.settings.config import Config
 
@@ -26,7 +26,8 @@ class Unit(NamedTuple):
     """What a stage keeps of a micro-batch, in bytes: without what micro-batches share.
 
     stored: from F to B, without the logits, which are also there. waits: from B to W. working: the
-    most that an action has besides.
+    most that an action has besides, with the messages that a rank has once: the output on its way,
+    and the buffer of the next gradient.
     """
 
     stored: int
@@ -64,7 +65,7 @@ def units(config: Config) -> tuple[Unit, ...]:
 def _unit(recording: Recording) -> Unit:
     always = sum(recording.start.values())
     most, after = dict[str, int](), dict[str, int]()
-    logits = 0
+    logits = once = 0
     for moment in recording.moments():
         if isinstance(moment.action, Action):
             kind = moment.action.kind
@@ -72,6 +73,8 @@ def _unit(recording: Recording) -> Unit:
             after[kind] = sum(moment.after.values()) - always - moment.after.get(WEIGHT_ROWS, 0)
             if kind == "F":
                 logits = moment.after.get(LOGITS, 0)
+                once = moment.after.get(MESSAGES, 0) - moment.kinds.get(MESSAGES, 0)
     waits = after["B"] if "W" in most else 0
-    working = max(most["F"], most["B"]) - after["F"]
-    return Unit(after["F"] - logits, logits, waits, max(working, most.get("W", 0) - waits))
+    kept = after["F"] - once
+    working = max(most["F"], most["B"]) - kept
+    return Unit(kept - logits, logits, waits, max(working, most.get("W", 0) - waits))

@@ -59,17 +59,10 @@ def test_what_is_in_flight_is_the_walks(name: str) -> None:
 
 @pytest.mark.prove
 def test_the_bytes_of_many_layouts_are_near_the_dry_runs() -> None:
-    """But for v-half with full recomputation, where they are up to 44 % too many: the estimate
-    takes the chunks of a rank for equally long (docs/planning.md).
-    """
     asked: plan.Question = {"global-batch-size": 128}
     plans = plan.plans_of("8B", read_cluster("h100_128_nodes").of(4), asked)
-    split = [
-        n
-        for n, each in enumerate(plans.layouts)
-        if each.split and (each.schedule, each.recompute) != ("v-half", "full")
-    ]
-    for n in random.Random(7).sample(split, 40):
+    piped = [n for n, each in enumerate(plans.layouts) if each.pp > 1]
+    for n in random.Random(7).sample(piped, 30):
         assert plans.bytes[n] == pytest.approx(plans.recorded(n).bytes, rel=0.12), plans.layouts[n]
 
 
