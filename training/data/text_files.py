@@ -327,6 +327,13 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
             raise ValueError(
                 f"{flag} {path}: it does not begin as a {ending} file does; rename it to what it is"
             )
+        packed = [  # what is ASCII alone may begin a text
+            name
+            for name, known in BEGINNINGS.items()
+            if begin.startswith(tuple(each for each in known if not each.isascii()))
+        ]
+        if ending not in BEGINNINGS and packed:
+            raise ValueError(f"{flag} {path}: it is a {packed[0]} file; rename it to what it is")
         if ending not in BEGINNINGS and (wide := wide_encoding(begin)):
             raise ValueError(f"{flag} {path}: it is {wide}; text must be UTF-8")
         if ending == ".json" and begin.lstrip().startswith(b"["):

@@ -129,6 +129,7 @@ FILES = {  # name: (contents, sentence)
     "be32.txt": ("text".encode("utf-32-be"), "be32.txt: it is UTF-32; text must be UTF-8"),
     "renamed.jsonl.gz": (GOOD, "renamed.jsonl.gz: it does not begin as a .gz file does"),
     "renamed.parquet": (GOOD, "renamed.parquet: it does not begin as a .parquet file does"),
+    "packed.jsonl": (gzip.compress(GOOD), "packed.jsonl: it is a .gz file; rename it"),
     "table.csv": (b"a,b", "table.csv: neither .txt nor .jsonl"),
     "empty.txt": (b"", "no document with text in 1 file"),
     "array.json": (b' [{"text": "one"}]', "array.json: it is one JSON array; one JSON object"),
