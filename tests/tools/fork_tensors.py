@@ -118,6 +118,14 @@ TENSORS: dict[str, Mistake] = {
         "qkv_linear(h, (a * d, g * d, g * d), ctx=ctx": "ColumnParallelLinear(h, (a + 2 * g) * d, "
         "ctx=ctx", '("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")': '("qkv",)'},
         PROJ_TAKES, "tp 2"),
+    "rows that no rank holds": Mistake(LLAMA, IMPORTS | {
+        PARAM: PARAM.replace("import ", "import Placement, parameter, "),
+        DOWN: DOWN + "        low = Placement((5, h), 0, ctx.tp, local_size=5 // ctx.tp.size)\n"
+        "        self.low = parameter(low, ctx.dtype, ctx.device, ctx.sink)\n",
+        MLP: "        y = nn.functional.linear(copy_to(x, self.down.ctx.tp), low := use(self.low, "
+        "self.down.ctx.sink))\n        y = reduce_from(y @ low, self.down.ctx.tp)\n"
+        f"        return self.down({Y}) + y\n"},
+        r"mlp\.low.*no rank holds its rows from 4 on, along dimension 0", "tp 2"),
     # sums of activations
     "a sum twice": mlp(f"reduce_from(self.down({Y}), self.down.ctx.tp)",
                        said=GIVES + ".*2 times the other: added over tp twice"),
