@@ -161,7 +161,7 @@ def _verified(
         needed = set(checkpoint.files_of(pieces))
         if grid.rank == 0:
             checkpoint.check_sizes()
-            # and what is stored next to the tensors
+            # and the files stored next to the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
         names = names_to_report(pieces) if isinstance(checkpoint, HuggingFaceDirectory) else []

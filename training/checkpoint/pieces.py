@@ -32,7 +32,7 @@ class NamedPiece:
     # (tools/checkpoint.py, in bounded memory)
     fetch: Callable[[], Tensor] | None = None
     # a checkpoint may lack it, or have another length of its last dimension with the same first
-    # elements; what it lacks is not changed
+    # elements; elements that it lacks are not changed
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class NamedPiece:
 
     @property
     def key(self) -> str:
-        """The name inside a safetensors file: the canonical one where the tensor is whole."""
+        """The name inside a safetensors file: the canonical one if the tensor is whole."""
         if self.sizes == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.starts))}"

@@ -66,8 +66,8 @@ def make_batch(
 ) -> Batch:
     """Return the batch of these samples, int64 [b, s + 1].
 
-    counted: bool [b, s + 1], whether a token counts as a label (None: all do). The loss is ignored
-    where it does not, and where the label is PAD; the model reads token 0 in place of PAD.
+    counted: bool [b, s + 1], whether a token counts as a label (None: all do). The loss of a label
+    that does not count, or is PAD, is ignored; the model reads token 0 in place of PAD.
     """
     padded = rows[:, 1:] == PAD
     rows = np.maximum(rows, 0) if padded.any() else rows

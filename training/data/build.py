@@ -286,8 +286,8 @@ def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
 def validation_sets(paths: Sequence[str]) -> dict[str, str]:
     """Return {name: prefix} of --multiple-validation-sets.
 
-    A name is the last part of a prefix, less what tools/preprocess_data.py adds to it; where two
-    are equal, they are numbered as in Megatron.
+    A name is the last part of a prefix, without the endings of tools/preprocess_data.py; if two are
+    equal, all sets are numbered instead, as in Megatron.
     """
     names = tuple(
         os.path.basename(path).removesuffix("_document").removesuffix("_text") for path in paths

@@ -78,7 +78,7 @@ class TextBytes:
         """Detect how the tokenizer treats spaces, and report if it does not preserve texts."""
 
         def read(text: str) -> bytes:
-            with suppress(ValueError):  # it may know no token for this text, not even "unknown"
+            with suppress(ValueError):  # it may have no token for this text, not even "unknown"
                 found = b"".join(texts[i] for i in self._tokenizer.encode(text))
                 return found.replace(UTF8_SPACE, b" ") if self._bytes_of_space else found
             return b""

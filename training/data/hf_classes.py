@@ -306,7 +306,7 @@ def cuts(model: Any) -> dict[str, Any]:
     if (fallback or "ByteLevel" in str(states)) and _has_bytes(model.model, fallback):
         options |= dict.fromkeys(UNKNOWN)
     tokens, split = model.get_added_tokens_decoder(), model.encode_special_tokens
-    flags = FLAGS if split else FLAGS[:-1]  # where they are found in a text
+    flags = FLAGS if split else FLAGS[:-1]  # that determine matches in a text
     added = [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
     found: dict[str, Any] = stated({**options, **states, "split_special_tokens": split})
     return {**found, "added_tokens": added}

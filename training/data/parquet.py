@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the texts of columns of a .parquet file with pyarrow, where it is installed."""
+"""Read the texts of columns of a .parquet file with pyarrow, if it is installed."""
 
 import importlib
 from collections.abc import Iterator, Sequence

@@ -54,12 +54,12 @@ class Use:
 
     @property
     def value(self) -> str:
-        """Return the first value, "" where there is none."""
+        """Return the first value, "" if there is none."""
         return self.values[0] if self.values else ""
 
     @property
     def words(self) -> list[str]:
-        """Return the words as they are typed."""
+        """Return the words as typed."""
         if self.joined:
             return [f"{self.name}={self.value}", *self.values[1:]]
         return [self.name] * bool(self.name) + [*self.values]

@@ -18,7 +18,7 @@ def parse_schedule(text: str, seq_length: int) -> Schedule:
     """Read "0:768 250B:1536" into ((first sample, batch size), ...), sorted.
 
     A threshold counts tokens and may end in K, M, B or T; samples are threshold // seq_length.
-    Raises UsageError where read_schedule does, and where two thresholds fall on one sample.
+    Raises UsageError as read_schedule does, and if two thresholds fall on one sample.
     """
     steps = [(tokens // seq_length, size) for tokens, size in read_schedule(text)]
     for (before, _), (after, _) in zip(steps, steps[1:], strict=False):

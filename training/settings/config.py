@@ -131,7 +131,7 @@ class Config:
     def with_vocab(self, tokenizer_vocab: int) -> "Config":
         """Return the config for a tokenizer of that many entries; a larger --vocab-size is kept.
 
-        Raises UsageError where the tokenizer has more entries than --vocab-size allows.
+        Raises UsageError if the tokenizer has more entries than --vocab-size allows.
         """
         stated = self.model.vocab_size or tokenizer_vocab
         if stated < tokenizer_vocab:

@@ -36,7 +36,7 @@ FACTOR = Number("X", high=1_000_000, integer=False)
 
 
 class ParamGroup(NamedTuple):
-    """One --param-group. trains, lr_mult, wd_mult: None where the flag does not give it."""
+    """One --param-group. trains, lr_mult, wd_mult: None if the flag does not set it."""
 
     patterns: tuple[str, ...]
     trains: bool | None = None

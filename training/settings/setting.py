@@ -49,7 +49,7 @@ class Number(Rule):
     low: float = 0
     high: float | None = None
     integer: bool = True
-    open: bool = False  # the upper bound, or the lower one where there is no upper
+    open: bool = False  # the upper bound, or the lower one if there is no upper
     lacking: tuple[tuple[str, str], ...] = ()  # values that are refused, and what to do instead
 
     def read(self, text: str) -> int | float:
