@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a run and find it again: a directory that is complete or absent, in safetensors and JSON.
+"""Save and load a run: a directory that is complete or absent, in safetensors and JSON.
 
     step_00000123/
-      manifest.json     format version, step, samples, layout; size and sums of every other file
+      manifest.json     format version, step, samples, layout; size and checksums of other files
       index.json        each canonical tensor: dtype, full shape, which file holds which rectangle
-      state.json        all that is not a tensor: progress, config, tokenizer, model sizes
+      state.json        everything but tensors: progress, config, tokenizer, model sizes
       rank_00000-000.safetensors ...
 
-pieces       what a rank holds, as rectangles of canonical tensors, and which holder writes each
-files        bytes that are on disk when the call returns, with their checksums
-manifest     what the three JSON files say, checked when read; header: of a safetensors file
-finite       no value that is not finite is saved, or read
+pieces       a rank's part as rectangles of canonical tensors, and which holder writes each
+files        durable writes, and checksums
+manifest     the three JSON files, checked when read; header: that of a safetensors file
+finite       refuse values that are not finite, when saving and loading
 agree        a failure on one rank becomes a failure on all
-lock         one writer a directory
-save         write aside, then rename
+lock         one writer per directory
+save         write to a temporary directory, then rename
 stage        copy, and save in a thread while training continues
-retain       which checkpoints stay
-evaluated    the loss on held-out data that a checkpoint has
+retain       which checkpoints are kept
+evaluated    the loss on held-out data in a checkpoint
 find         the newest complete directory, the same on every rank, or why there is none
-load         fill local tensors from whatever files hold their rectangles
+load         fill local tensors from the files that hold their rectangles
 huggingface  the same for a Hugging Face directory
-stream       one whole tensor after another, for whoever writes them elsewhere
+stream       read whole tensors one at a time, to write them in another format
 write_huggingface  a Hugging Face directory, written by all ranks
 """
 

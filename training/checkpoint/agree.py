@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run something on every rank and let every rank know how it went on all of them.
+"""Run a function on every rank and exchange the outcomes.
 
-When a disk fills on one rank, the others must not go on to a collective that it never reaches. So
-each phase ends with an exchange of outcomes, from which every rank decides the same.
+When a disk fills up on one rank, the others must not continue to a collective that it never
+reaches. So each phase ends with an exchange of outcomes, by which all ranks decide the same.
 """
 
 import json
@@ -19,7 +19,7 @@ from training.checkpoint.errors import MismatchError
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank answered: a value, or why it has none."""
+    """The outcome on one rank: a value, or an error."""
 
     rank: int
     value: Any = None
@@ -30,9 +30,9 @@ class Outcome:
 def together(
     work: Callable[[], Any], world: Axis, device: torch.device | None = None
 ) -> list[Outcome]:
-    """Run work() here and return every rank's outcome, in rank order. Values travel as JSON.
+    """Run work() and return the outcomes of all ranks, in rank order. Values are sent as JSON.
 
-    world: the axis of all ranks. device: where its collectives need their tensors (nccl: the rank's
+    world: the axis of all ranks. device: that of the tensors of its collectives (nccl: the rank's
     GPU). An Exception becomes an outcome; any other BaseException (KeyboardInterrupt) is raised.
     """
     try:
@@ -49,6 +49,6 @@ def together(
 
 
 def first_error(outcomes: list[Outcome]) -> Outcome | None:
-    """Return the failure of the lowest rank, mismatches before all others, or None."""
+    """Return the failure of the lowest rank, mismatches before other failures, or None."""
     failed = [o for o in outcomes if o.error]
     return min(failed, key=lambda o: (not o.mismatch, o.rank), default=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what can go wrong with a checkpoint. Each message is one sentence for the user."""
+"""Define the errors of checkpoints. Each message is one sentence for the user."""
 
 
 class CheckpointError(ValueError):
@@ -7,7 +7,7 @@ class CheckpointError(ValueError):
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint is sound but of another model, precision or program: no older one would do."""
+    """The checkpoint is valid, but of another model, precision or program; so are older ones."""
 
 
 class SaveError(CheckpointError):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of its loss on held-out data, by which the best one is known.
+"""The loss on held-out data that a checkpoint records, by which the best one is chosen.
 
 With --keep-best, state.json of a step that was evaluated has
 
     "evaluation": {"set": "wiki", "digest": SHA-256 of its samples, "loss": 2.31, "only": true}
 
 It is written with the checkpoint, so no kill separates the two. `only`: the step was saved for its
-loss alone, so that the checkpoint goes once another one has a lower loss. Losses are compared where
+loss alone, so the checkpoint is removed once another one has a lower loss. Losses are compared if
 set and digest are equal.
 """
 
@@ -26,7 +26,7 @@ EVALUATION = "evaluation"  # of state.json
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A loss in nats a token, and of what. set: "" where there is one set of held-out data."""
+    """A loss in nats per token, and its data. set: "" if there is a single held-out set."""
 
     set: str
     digest: str
@@ -35,12 +35,12 @@ class Evaluation:
 
     @property
     def comparable(self) -> tuple[str, str]:
-        """Return what must be equal where losses are compared."""
+        """Return the key that must be equal for two losses to be compared."""
         return self.set, self.digest
 
 
 def evaluation_in(state: Mapping[str, Any]) -> Evaluation | None:
-    """Return the evaluation of a state.json, None where it has none. Raises CheckpointError."""
+    """Return the evaluation in a state.json, None if it has none. Raises CheckpointError."""
     entry = state.get(EVALUATION)
     if entry is None:
         return None
@@ -55,7 +55,7 @@ def evaluation_in(state: Mapping[str, Any]) -> Evaluation | None:
 
 
 def evaluation_of(directory: Path) -> Evaluation | None:
-    """Return the evaluation of a checkpoint, None where it has none or cannot be read."""
+    """Return the evaluation of a checkpoint, None if it has none or cannot be read."""
     holder = Directory()
     with suppress(CheckpointError, OSError):
         at = open_directory(directory, holder)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put bytes on disk so that they survive a crash, and compute their checksums.
+"""Write files so that they survive a crash, and compute their checksums.
 
 Files are made with mode 0600 and never through a link or over an existing file. A safetensors file
 is 8 bytes of header length, a JSON header, then the tensors one after another. It is written and
 checksummed here piece by piece, so that a save holds one tensor in host memory at a time. Reading
 uses the safetensors library.
 
-There are two checksums. XXH3-128 (https://xxhash.com) runs as fast as memory: a load compares it,
-and an accident escapes it once in 2^128. SHA-256 is several times slower but hard to forge:
-`tools/checkpoint.py verify` and sha256sum compare it.
+There are two checksums. XXH3-128 (https://xxhash.com) runs at the speed of memory: a load compares
+it, and it misses a random error with probability 2^-128. SHA-256 is several times slower but hard
+to forge: `tools/checkpoint.py verify` and sha256sum compare it.
 """
 
 import errno
@@ -38,10 +38,10 @@ SUMS: dict[str, tuple[Any, str]] = {  # by their keys in a manifest
 
 
 class _Hashed:
-    """A new file that checksums what is written; leaving the block without error fsyncs it.
+    """A new file whose writes are checksummed; leaving the block without error fsyncs it.
 
     One thread computes the SHA-256 of large data while it is written. Another calls fsync from
-    time to time, so that the disk begins before the end.
+    time to time, so that the disk starts to write early.
     """
 
     CHUNK, AHEAD = 16 << 20, 64 << 20  # bytes in one write; bytes between two fsyncs
@@ -107,7 +107,7 @@ def write_json(path: Path, value: Any) -> dict[str, Any]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return a value as a JSON file has it. Raises TypeError and ValueError."""
+    """Return the bytes of a value in a JSON file. Raises TypeError and ValueError."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -142,7 +142,7 @@ def write_safetensors(
 def open_directory(path: Path, holder: object) -> Path:
     """Open a directory that is no link and has a trusted owner; return a path to read by.
 
-    Raises CheckpointError. On Linux, while `holder` lives, the path leads to this very directory,
+    Raises CheckpointError. On Linux, while `holder` exists, the path refers to this very directory,
     even if another one takes its name. The mode is not checked: some file systems show everything
     as writable by everybody.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the newest complete checkpoint, the same on every rank, and print why newer ones are not.
+"""Find the newest complete checkpoint, the same on every rank, and report why newer ones are not.
 
-A complete one has a name that only finished saves get, a manifest, and files of the sizes and
-hashes that it lists. The ranks share the hashing, each file once. A checkpoint that is sound but of
-another model is refused, not skipped: an older one would be of that model too.
+A complete one has a name that only finished saves get, a manifest, and files with the sizes and
+hashes in it. The ranks share the hashing, each file once. A checkpoint that is valid but of another
+model is refused, not skipped: an older one would be of that model too.
 """
 
 import os
@@ -29,7 +29,7 @@ FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt
 
 @dataclass(frozen=True)
 class Roots:
-    """Several directories that hold checkpoints of one run, of which the newest counts.
+    """Several directories with checkpoints of one run; the newest of all of them is taken.
 
     after: consider later steps only.
     """
@@ -41,7 +41,7 @@ class Roots:
         return " or ".join(self.paths)
 
     def candidates(self, step: int | None, flag: str) -> tuple[list[str], list[str]]:
-        """Do what candidates() does, over all of them; of equal steps the first named is first."""
+        """Return candidates() of all directories; of equal steps, that of the first comes first."""
         found: list[tuple[int, str]] = []
         leftovers = []
         for path in self.paths:
@@ -77,12 +77,12 @@ def find_latest(
     pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
         (`cast` lets dtypes differ).
     expect: the model's hf_config; its fields are compared.
-    suits: a further check; raises MismatchError, or CheckpointError to pass it over.
+    suits: a further check; raises MismatchError, or CheckpointError to skip the checkpoint.
     from_hf: converts any Llama's config.json to the form of our hf_config.
     step: consider this step only.
-    note: called on rank 0 with a line for each newer directory that is passed over.
-    Raises, on every rank: MismatchError for another model; CheckpointError where there are
-    checkpoints but none is complete, where `step` is missing, and for those of other programs.
+    note: called on rank 0 with a line for each newer directory that is skipped.
+    Raises, on every rank: MismatchError for another model; CheckpointError if there are
+    checkpoints but none is complete, if `step` is missing, and for those of other programs.
     """
     roots = root if isinstance(root, Roots) else Roots([str(root)])
 
@@ -130,9 +130,9 @@ def find_latest(
 def open_checkpoint(
     directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Checkpoint:
-    """Open a directory of ours or of Hugging Face's.
+    """Open a checkpoint of this program or a Hugging Face directory.
 
-    Raises CheckpointError, which is a MismatchError for the latter.
+    Raises CheckpointError; for the latter, a MismatchError.
     """
     there = os.listdir(directory) if directory.is_dir() else []
     if MANIFEST in there or not is_model(there):
@@ -161,7 +161,7 @@ def _verified(
         needed = set(checkpoint.files_of(pieces))
         if grid.rank == 0:
             checkpoint.check_sizes()
-            # and what is stored next to the tensors
+            # and the files stored next to the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
         names = names_to_report(pieces) if isinstance(checkpoint, HuggingFaceDirectory) else []
@@ -179,7 +179,7 @@ def _verified(
         loads, mine = [0] * grid.world.size, []
         for name in sorted(files, key=lambda name: -files[name]["size"]):
             ranks = [rank for rank, bit in enumerate(readers[name]) if bit == "1"]
-            if ranks:  # one of those that load it hashes it, and so has it in its host's cache
+            if ranks:  # one of those that load it hashes it, which puts it into its host's cache
                 rank = min(ranks, key=loads.__getitem__)
                 loads[rank] += files[name]["size"]
                 mine += [name] if rank == grid.world.rank else []
@@ -202,7 +202,7 @@ def _verified(
 def names_to_report(pieces: Sequence[NamedPiece]) -> list[str]:
     """Return the tensors whose first element this rank holds, as the first of its holders.
 
-    In every layout one rank of the world tells a name, also where weights are sharded.
+    So in every layout one rank reports each name, even if weights are sharded.
     """
     first = (p for p in pieces if not any(p.starts) and not any(a.rank for a in p.holders))
     return [piece.name for piece in first]
@@ -221,7 +221,7 @@ def is_hugging_face(
 def later_steps(root: Path, step: int, except_for: Sequence[str] = ()) -> list[str]:
     """Return the names of later steps' directories with files of the right sizes, oldest first.
 
-    apart_from: directories to leave out.
+    except_for: directories to leave out.
     """
     found, known = [], {Path(name).resolve() for name in except_for}
     for name in reversed(candidates(root, None, "--save")[0]):
@@ -237,7 +237,7 @@ def later_steps(root: Path, step: int, except_for: Sequence[str] = ()) -> list[s
 def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list[str], list[str]]:
     """Return the directories that might be loaded, newest first, and newer unfinished saves.
 
-    Raises CheckpointError where `root` is no directory, is another program's, or lacks `step`.
+    Raises CheckpointError if `root` is no directory, is another program's, or lacks `step`.
     """
     if not os.path.lexists(root):
         if step is not None:
@@ -262,7 +262,7 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         elif STEP.fullmatch(name.partition(".tmp-")[0]):
             leftovers.append(str(root / name))
     found.sort(reverse=True)
-    if not found and step is None and is_model(entries):  # to be refused by what it has
+    if not found and step is None and is_model(entries):  # its reader reports what is wrong
         return [str(root.resolve())], []
     if step is not None:
         have = sorted({n for n, _, _ in found})
@@ -274,8 +274,8 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
 
 
 def below(root: str | os.PathLike[str]) -> list[str]:
-    """Return the folders below `root` that hold a run's checkpoints, or where there are none the
-    Hugging Face models.
+    """Return the folders below `root` that hold a run's checkpoints or, if there are none, Hugging
+    Face models.
     """
     runs = {str(Path(step).parent) for step in folders_below(root, MANIFEST)}
     runs = {run for run in runs if Path(run) != Path(root)}
@@ -283,8 +283,8 @@ def below(root: str | os.PathLike[str]) -> list[str]:
 
 
 def at_or_below(root: str | os.PathLike[str], flag: str = "--load") -> Path:
-    """Return `root` where a checkpoint may be loaded there, else the one folder below it that holds
-    some; `root` where there is none. Raises CheckpointError where several do.
+    """Return `root` if it holds checkpoints, else the one folder below it that does; `root` if no
+    folder does. Raises CheckpointError if several do.
     """
     root = Path(root)
     if not root.is_dir() or candidates(root, None, flag)[0]:
@@ -296,8 +296,8 @@ def at_or_below(root: str | os.PathLike[str], flag: str = "--load") -> Path:
 
 
 def why_none(root: str | os.PathLike[str]) -> str:
-    """Return why no checkpoint is at `root`: those below it, what is there of other programs, or
-    that nothing is downloaded.
+    """Return why no checkpoint is at `root`: there are some below it, it has files of another
+    program, or nothing is downloaded.
     """
     if found := below(root):
         return f"checkpoints are in folders below it: give one, such as {first_of(found)}"
@@ -308,16 +308,16 @@ def why_none(root: str | os.PathLike[str]) -> str:
 
 
 def nothing_at(flag: str, root: str | os.PathLike[str]) -> CheckpointError:
-    """Return the error of a flag that names a directory without a checkpoint."""
+    """Return the error for a flag that names a directory without a checkpoint."""
     return CheckpointError(f"{flag} {root}: no checkpoint there ({why_none(root)})")
 
 
 def places(
     load: str | None, branch_from: str | None, step: int | None, pretrained: str | None = None
 ) -> list[tuple[str, Path, int | None]]:
-    """Return (flag, directory, --ckpt-step there) of where a run looks for a checkpoint, in order.
+    """Return (flag, directory, --ckpt-step) for each place to look for a checkpoint, in order.
 
-    step counts for branch_from if it is given, else for load.
+    step applies to branch_from if it is given, else to load.
     """
     flags = {
         "--load": (load, None if branch_from else step),
@@ -330,9 +330,9 @@ def places(
 def newest(
     flag: str, root: Path, step: int | None, refused: list[CheckpointError] | None = None
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that opens; find_latest later reports those passed over.
+    """Return the newest checkpoint that can be opened; find_latest later reports skipped ones.
 
-    refused: takes why each of the others does not.
+    refused: a list to which the errors of those that cannot be opened are added.
     """
     for name in candidates(root, step, flag)[0]:
         try:
@@ -346,9 +346,9 @@ def newest(
 def resumed(
     load: str | None, branch_from: str | None, step: int | None, finetune: bool | None
 ) -> Checkpoint | None:
-    """Return the checkpoint in whose order of samples a run goes on; None where it begins.
+    """Return the checkpoint whose order of samples a run continues, None if it starts a new one.
 
-    The arguments are flags, step is --ckpt-step.
+    The arguments are flags; step is --ckpt-step.
     """
     where = [] if finetune else places(load, branch_from, step)
     opened = (newest(*place) for place in where)
@@ -358,10 +358,10 @@ def resumed(
 
 
 def refuse_to_save(root: Path, flag: str) -> None:
-    """Raise CheckpointError where checkpoints do not belong in `root`, by what is there.
+    """Raise CheckpointError if `root` has contents among which no checkpoints may be saved.
 
-    That is a checkpoint, or a folder in one; Hugging Face's weights, which a resume would load
-    instead; and a Megatron-LM checkpoint.
+    That is so if `root` is a checkpoint or a folder in one, or if it holds a Hugging Face model,
+    which a resume would load instead, or a Megatron-LM checkpoint.
     """
     real = root.resolve()
     for place in (real, *real.parents):
@@ -379,16 +379,16 @@ def refuse_to_save(root: Path, flag: str) -> None:
 
 
 def not_saved(root: Path, step: int) -> list[str]:
-    """Return the names of later steps that no save wrote, though one would get the name."""
+    """Return the names of later steps' directories that a save would use, but no save wrote."""
     found = ((STEP.fullmatch(name), name) for name in sorted(os.listdir(root)))
     later = [name for match, name in found if match and not match[2] and int(match[1]) > step]
     return [name for name in later if not holds_a_save(root / name)]
 
 
 def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:
-    """Raise CheckpointError for a directory that Megatron-LM wrote; it says how to convert it.
+    """Raise CheckpointError for a directory of Megatron-LM; the message says how to convert it.
 
-    Also for a model's directory in Hugging Face's cache, whose snapshots are to be named.
+    Also for a model's directory in Hugging Face's cache, where a snapshot must be named instead.
     """
     if {"blobs", "snapshots"} <= set(entries):
         made = sorted(str(path) for path in (root / "snapshots").glob("*"))

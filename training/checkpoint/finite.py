@@ -3,7 +3,7 @@
 
 A NaN in a weight or a moment spreads to every later step, so a checkpoint that holds one is worth
 less than the one before it. Minimum and maximum propagate a NaN and show an infinity: one pass over
-the values at the speed of memory (about 24 GB/s on one core, where SHA-256 takes 1.5).
+the values at the speed of memory (about 24 GB/s on one core, SHA-256 about 1.5).
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from training.checkpoint.pieces import NamedPiece
 
 @torch.no_grad()
 def fault_of(values: Tensor) -> str:
-    """Return what is not finite in a tensor, as the rest of a sentence about it, or ""."""
+    """Return the rest of a sentence on the values of a tensor that are not finite, or ""."""
     if not values.numel() or not values.is_floating_point():
         return ""
     low, high = torch.aminmax(values)
@@ -32,9 +32,9 @@ def fault_of(values: Tensor) -> str:
 
 
 def check_pieces(pieces: Iterable[NamedPiece]) -> None:
-    """Raise CheckpointError naming the first piece that holds a value that is not finite.
+    """Raise CheckpointError naming the first piece with a value that is not finite.
 
-    Pieces that are read when they are written (NamedPiece.fetch) are checked as they are read.
+    Pieces that are read only when they are written (NamedPiece.fetch) are checked by that read.
     """
     for piece in pieces:
         if piece.fetch is None and (fault := fault_of(piece.tensor)):
@@ -42,9 +42,9 @@ def check_pieces(pieces: Iterable[NamedPiece]) -> None:
 
 
 def check_tensors(path: Path) -> None:
-    """Raise CheckpointError where a safetensors file holds a value that is not finite.
+    """Raise CheckpointError if a safetensors file holds a value that is not finite.
 
-    A file that is not well formed passes: whoever reads its tensors says what is wrong.
+    A malformed file passes: the code that reads its tensors reports the error.
     """
     try:
         with safe_open(str(path), framework="pt") as file:

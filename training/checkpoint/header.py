@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the header of a safetensors file, whoever wrote it, without trusting it."""
+"""Read the header of a safetensors file of any origin, without trusting it."""
 
 import os
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ HEADER_LIMIT, NAMES = 1 << 24, 100_000  # most bytes of a header; most tensors i
 def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[str, list[int]]]]:
     """Return a safetensors file's size and {tensor: (dtype, shape)}.
 
-    links: see open_plain(). Raises CheckpointError naming the rule that is broken: the header is in
-    the file and is a JSON object; a tensor has the bytes of its dtype and shape; one after another
-    they fill the file, so that nothing overlaps and nothing is hidden in between.
+    links: see open_plain(). Raises CheckpointError naming the broken rule: the header lies in the
+    file and is a JSON object; each tensor has the size of its dtype and shape; the tensors fill the
+    file one after another, so that nothing overlaps and nothing is hidden in between.
     """
 
     def refuse(rule: str) -> CheckpointError:
@@ -76,7 +76,7 @@ def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[s
 
 
 def check_header(path: Path, wanted: Iterable[tuple[str, str, list[int]]]) -> None:
-    """Raise CheckpointError unless a file is sound and holds the tensors (key, dtype, shape)."""
+    """Raise CheckpointError unless a file is valid and holds the tensors (key, dtype, shape)."""
     _, found = read_header(path)
     for key, dtype, shape in wanted:
         if key not in found:

@@ -2,11 +2,11 @@
 """Open a Hugging Face directory as if a run had saved it, without trusting it.
 
 It is a Checkpoint whose index is made from the headers of its safetensors files, so that any layout
-reads only the slices it needs. Which files count, and which name is which tensor, is as in
-transformers' from_pretrained (5.24); an index of shards says which files there are, and their
-headers what is in them. There are no hashes to verify. Instead it is checked that the files are
-plain, have a trusted owner, have the sizes that their headers ask for, and hold what the
-model needs and nothing else. Pickles are not read.
+reads only the slices it needs. The choice of files, and the tensor of each name, are those of
+transformers' from_pretrained (5.24); an index of shards lists the files, and their headers list the
+tensors. There are no hashes to verify. Instead the files must be plain, have a trusted owner, have
+the sizes that their headers require, and hold the model's tensors and nothing else. Pickles are not
+read.
 """
 
 import os
@@ -29,11 +29,11 @@ CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.
 PLAIN = re.compile(r"\w[\w .()+,@=-]*\.safetensors")
 LIMITS = {CONFIG: 1 << 20, SHARDS: HEADER_LIMIT}  # most bytes of a JSON file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-BASE = "model."  # before the names of transformers' base model in those of its CausalLM
+BASE = "model."  # prefix of the names of transformers' base model in its CausalLM
 DERIVED = re.compile(r"(.*\.)?rotary_emb\..*")  # tables computed from the config; Llama 2 has them
 FUSED = re.compile(r"(.*)\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
 BESIDE = r"adapter_config\.json|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
-KINDS = {  # of files that are no model's weights here, by name: what they are, and what to do
+KINDS = {  # {pattern of files that are not read as weights: what they are, and what to do}
     r"adapter_(config\.json|model\..*)": "an adapter, which transformers adds to its base model "
     "where peft is installed: merge it (merge_and_unload) and save that model",
     r"shard-\d{5}-model-.*|pytorch_model_fsdp_\d+|.*\.distcp": "a distributed save, which is not "
@@ -68,8 +68,8 @@ class HuggingFaceDirectory(Checkpoint):
     """The weights of a Hugging Face directory. Raises CheckpointError naming the file and the rule.
 
     from_hf: converts any Llama's config.json to the form of our checkpoints. state: {"hf_config":
-    the result, "iteration": 0, "consumed_samples": 0}. config: config.json as it is. A second copy
-    of tied embeddings is not in the index; verify() compares it.
+    the result, "iteration": 0, "consumed_samples": 0}. config: config.json, unchanged. A second
+    copy of tied embeddings is not in the index; verify() compares it.
     """
 
     links = True  # as in Hugging Face's cache
@@ -103,8 +103,10 @@ class HuggingFaceDirectory(Checkpoint):
             self.index.setdefault(EMBEDDING, head)
 
     def _read_headers(self, files: Mapping[str, Collection[str]]) -> None:
-        """Enter the tensors of files, by weight_files(). One of two files counts as it does for
-        transformers, the last, where the index says so too.
+        """Enter the tensors of the files from weight_files() into the index.
+
+        If two files hold a tensor, the last one counts, as in transformers. Raises CheckpointError
+        unless the index of shards lists the tensor in that file.
         """
         for file, listed in files.items():
             size, header = read_header(self.directory / file, self.links)
@@ -116,8 +118,8 @@ class HuggingFaceDirectory(Checkpoint):
                 self.index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
 
     def _leave_out_predictors(self) -> None:
-        """Take layers that predict further tokens out of the index, as transformers does: they
-        follow the model's own, and only config.json says how many there are (DeepSeek-V3).
+        """Remove layers of multi-token prediction from the index, as transformers does: they
+        follow the model's own, and only config.json has their number (DeepSeek-V3).
         """
         counts = [self.config.get(name) for name in ("num_hidden_layers", *PREDICTORS)]
         layers, more = counts[0], next((n for n in counts[1:] if type(n) is int), 0)
@@ -133,7 +135,7 @@ class HuggingFaceDirectory(Checkpoint):
             )
 
     def _cut_fused(self) -> None:
-        """Enter each expert of a fused tensor under its own name, as transformers splits it.
+        """Enter each expert of a fused tensor into the index, as transformers splits it.
 
         A state dict of transformers 5 has experts.gate_up_proj [E, 2f, h] and experts.down_proj
         [E, h, f], and a Mixtral's block_sparse_moe is named mlp there.
@@ -167,8 +169,8 @@ class HuggingFaceDirectory(Checkpoint):
             self.index = {name.replace(*own): entry for name, entry in self.index.items()}
 
     def known_as(self, names: Collection[str]) -> None:
-        """Enter tensors under the model's `names` for them: with or without BASE, as transformers
-        reads a base model's weights, and a CausalLM's in a model around it.
+        """Rename tensors in the index to the model's `names`, with or without BASE, as transformers
+        reads the weights of a base model, and those of a CausalLM in a model around it.
         """
         for name in names:
             for other in (name.removeprefix(BASE), BASE + name):
@@ -187,7 +189,7 @@ class HuggingFaceDirectory(Checkpoint):
         return str(self.index[name]["parts"][0][0])
 
     def instead_of(self, name: str) -> str:
-        """Do what Checkpoint's does; of either end of the model, name the other one."""
+        """Return the same as Checkpoint's; for the embedding or the head, name the other one."""
         other, module = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name), name.split(".")[-2:][0]
         known = any(there.startswith(BASE) for there in self.index)  # else they are named otherwise
         if other in self.index and known and not any(module in there for there in self.index):
@@ -195,7 +197,7 @@ class HuggingFaceDirectory(Checkpoint):
         return super().instead_of(name)
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raise CheckpointError for a tensor that the model lacks, which nobody would read.
+        """Raise CheckpointError for a stored tensor that is not one of the model's.
 
         names: the canonical names of the whole model, of all its pipeline stages.
         """
@@ -207,9 +209,9 @@ class HuggingFaceDirectory(Checkpoint):
                 )
 
     def verify(self, names: Iterable[str], finite: bool = True) -> None:
-        """Check that files still have the sizes that their headers asked for.
+        """Check that files still have the sizes that their headers required.
 
-        Values are looked at as they are read. With the embedding's file in `names`, also compare
+        Values are checked when they are read. If the embedding's file is in `names`, also compare
         the second copy of tied embeddings.
         """
         names = list(names)
@@ -241,13 +243,13 @@ class HuggingFaceDirectory(Checkpoint):
 
 
 def is_model(there: Collection[str]) -> bool:
-    """Return whether a folder with these files is meant as one model, read here or not."""
+    """Return whether a folder with these files looks like a model, readable here or not."""
     return bool(CONFIG in there or SINGLE in there or SHARDS in there or instead(there))
 
 
 def instead(there: Iterable[str]) -> str:
-    """Return which weights of other kinds are among a folder's files, and what to do with them;
-    "" where there are none.
+    """Return the weights of other kinds among a folder's files, and what to do with them; "" if
+    there are none.
     """
     for pattern, what in KINDS.items():
         if found := [name for name in there if re.fullmatch(pattern, name)]:
@@ -258,11 +260,12 @@ def instead(there: Iterable[str]) -> str:
 def weight_files(
     directory: Path, config: dict[str, Any], there: Sequence[str]
 ) -> Mapping[str, Collection[str]]:
-    """Return the files of the weights among a folder's, `there`, as from_pretrained chooses them,
-    in its order, and the tensors that an index lists in each.
+    """Return {file of weights: the tensors that an index lists in it}, as from_pretrained chooses
+    and orders the files.
 
-    config.json may name them (transformers_weights); else model.safetensors comes before the index
-    of shards. Raises CheckpointError where there are none, and for others that it would read too.
+    there: the folder's files. config.json may name them (transformers_weights); else
+    model.safetensors has priority over the index of shards. Raises CheckpointError if there are
+    none, and for others that from_pretrained would read too.
     """
     named = config.get("transformers_weights")
     chosen = next((n for n in ([named] if named else (SINGLE, SHARDS)) if n in there), None)
@@ -280,18 +283,18 @@ def weight_files(
 
 
 def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Read]) -> Read:
-    """Return read(config). Raises CheckpointError, naming the file, for what it cannot read."""
+    """Return read(config). Raises CheckpointError, naming the file, if that fails."""
     try:
         return read(config)
     except ValueError as error:
         raise CheckpointError(f"{error}{_texts(config, str(error))}") from None
-    except Exception as error:  # a model's file reads it, which may be anybody's
+    except Exception as error:  # `read` may be of any fork's model file
         why = f"{name}: missing or bad field: {error}"
         raise CheckpointError(f"{why}{_texts(config, why)}") from None
 
 
 def _texts(config: dict[str, Any], why: str) -> str:
-    """Return which fields, not named in `why`, are texts of a number, to end a message."""
+    """Return the fields, not named in `why`, that hold a number as text, to end a message."""
     found = [
         f"{field} is {value!r}"
         for field, value in dict.items(config)
@@ -301,7 +304,7 @@ def _texts(config: dict[str, Any], why: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object that somebody else wrote, within LIMITS. Raises CheckpointError."""
+    """Read a JSON object of another program, within LIMITS. Raises CheckpointError."""
     limit = LIMITS.get(path.name, HEADER_LIMIT)
     with open_plain(path, links=True) as file:
         data = file.read(limit + 1)
@@ -311,8 +314,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shards_of(path: Path, there: Sequence[str]) -> Mapping[str, Collection[str]]:
-    """Return the files that an index lists, sorted, and their tensors in it. Raises CheckpointError
-    for one that is not `there`.
+    """Return {file: its tensors} of an index, sorted by file. Raises CheckpointError for a file
+    that is not `there`.
     """
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill local tensors from whatever files hold their rectangles, whoever wrote them.
+"""Fill local tensors from the files that hold their rectangles, whatever layout wrote them.
 
-A checkpoint knows tensors and rectangles, not ranks. A wanted rectangle is intersected with every
-stored one of the same tensor, and only what they share is read. In any layout the bits come back as
-they were saved, unless the dtype changes.
+A checkpoint describes tensors and rectangles, not ranks. A wanted rectangle is intersected with
+every stored one of the same tensor, and only the intersections are read. In any layout the bits are
+those that were saved, unless the dtype changes.
 """
 
 import math
@@ -66,14 +66,14 @@ MUP_FIELDS = ("logits_scaling", "attention_multiplier", "embedding_multiplier")
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(("numerics", *COUNTS), int)
 PASSED_OVER = 10_000  # most iterations that a run may have passed over
-LOOKED_AT = 1000  # most names among which the nearest is looked for
+LOOKED_AT = 1000  # most names that are searched for the most similar ones
 DICTS = ("config", "hf_config", "tp_comm_overlap", "layout", "branched_from")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
 
 
 def instead_of(name: str, there: Collection[str]) -> str:
-    """Return which names are there that may stand for a missing one, to end a message."""
+    """Return the names in a checkpoint that may mean a missing one, to end a message."""
     if wrapped := [n for n in there if n.endswith(f".{name}")]:
         wrapper = wrapped[0].removesuffix(name)
         return f"; there is {wrapped[0]}: save the model without its wrapper ({wrapper!r})"
@@ -83,7 +83,7 @@ def instead_of(name: str, there: Collection[str]) -> str:
 
 
 class OneOfFused:
-    """The matrix of one expert in a tensor of all of them: rows of stored[expert], as a slice."""
+    """The matrix of one expert in a fused tensor: rows of stored[expert], read slice by slice."""
 
     def __init__(self, stored: Any, expert: int, first: int, rows: int) -> None:
         self._stored, self._expert, self._first, self._rows = stored, expert, first, rows
@@ -109,7 +109,7 @@ class Checkpoint:
 
     state: the contents of state.json. index: {tensor: {"dtype", "shape", "parts"}}. passed_over:
     newer directories that were not complete. links: whether files may be links (open_plain()).
-    left_out: a line on tensors that are not the model's and are not read; "": there are none.
+    left_out: a line on tensors that do not belong to the model and are not read, "" if none.
     """
 
     passed_over: Sequence[str] = ()
@@ -130,8 +130,8 @@ class Checkpoint:
         check_index(self.index, self.manifest)
 
     def check_sizes(self, names: Iterable[str] | None = None) -> None:
-        """Raise CheckpointError where a file's size is not the manifest's: of `names`, or of all,
-        which one rank checks.
+        """Raise CheckpointError if the size of a file is not the manifest's. None: check all files,
+        on one rank.
         """
         files = self.manifest["files"]
         for name in files if names is None else names:
@@ -142,11 +142,11 @@ class Checkpoint:
     ) -> None:
         """Raise MismatchError at the first field in which the saved model differs from `expect`.
 
-        respell: writes the saved fields again as the run's model file writes those of the same
-        model. It fails on those of another, which are then compared as they are alone.
+        respell: converts the saved fields to the form in which the run's model file writes them. If
+        it fails, as it may for another model, they are compared only as they were saved.
         """
         saved, again = self.state.get("hf_config", {}), dict[str, Any]()
-        with suppress(Exception):  # of a model's file, which may be anybody's
+        with suppress(Exception):  # it may be of any fork's model file
             again = respell(saved)
         mup = [f for f in MUP_FIELDS if saved and (f in saved) != (f in expect)]
         if mup and "model_type" in expect:
@@ -166,7 +166,7 @@ class Checkpoint:
                 )
 
     def check_tensors(self, pieces: Iterable[NamedPiece], cast: bool) -> None:
-        """Raise MismatchError where a piece is missing, of another shape or (no `cast`) dtype."""
+        """Raise MismatchError if a piece is missing, of another shape or (no `cast`) dtype."""
         for piece in self._there(pieces):
             entry = self.index.get(piece.name)
             if entry is None:
@@ -192,14 +192,14 @@ class Checkpoint:
                 )
 
     def known_as(self, names: Collection[str]) -> None:
-        """Learn the model's names of tensors, where the directory may have others for them."""
+        """Adopt the model's names of tensors; a directory of another program may have others."""
 
     def instead_of(self, name: str) -> str:
-        """Return which tensors are there that may be a missing one, to end a message."""
+        """Return the stored tensors that may be a missing one, to end a message."""
         return instead_of(name, self.index)
 
     def _there(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yield the pieces, an optional one as far as it is there."""
+        """Yield the pieces, an optional one only as far as the checkpoint has it."""
         pieces = list(pieces)
         self.known_as({piece.name for piece in pieces})
         for piece in pieces:
@@ -229,7 +229,7 @@ class Checkpoint:
 
     @cached_property
     def _rows(self) -> dict[str, list[tuple[str, str, list[int]]]]:
-        """Return {file: [(key, dtype, shape)]}: what the index says that each file holds."""
+        """Return {file: [(key, dtype, shape)]}: the contents of each file by the index."""
         found: dict[str, list[tuple[str, str, list[int]]]] = {n: [] for n in self.manifest["files"]}
         for entry in self.index.values():
             for file, key, _, sizes in entry["parts"]:
@@ -237,7 +237,7 @@ class Checkpoint:
         return found
 
     def files_of(self, pieces: Iterable[NamedPiece]) -> list[str]:
-        """List the files in which the pieces lie, in order of their names."""
+        """List the files that hold the pieces, sorted by name."""
         return sorted({part[0] for p in self._there(pieces) for part in self.parts(p)})
 
     def verify(self, names: Iterable[str], finite: bool = True) -> None:
@@ -262,7 +262,7 @@ class Checkpoint:
     def read(self, pieces: Iterable[NamedPiece], finite: bool = True) -> None:
         """Fill the pieces' tensors, converting dtypes that differ. Call verify() before.
 
-        finite: raise CheckpointError where a value is not.
+        finite: raise CheckpointError if a value is not finite.
         """
         with ExitStack() as stack:
             files: dict[str, Any] = {}
@@ -291,7 +291,7 @@ class Checkpoint:
 
 def same_value(one: Any, other: Any) -> bool:
     """Return whether two values of a config.json are the same, numbers up to fp32's rounding: some
-    programs write them so, and others compute them in another order.
+    programs write them in fp32, and others compute them in another order.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_value(one[k], other[k]) for k in one)
@@ -340,7 +340,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 def _fill(
     piece: NamedPiece, file: Any, stored: Any, key: str, starts: Any, sizes: Any, dtype: str
 ) -> int:
-    """Copy what a stored rectangle shares with a piece; return how many elements that is."""
+    """Copy the intersection of a stored rectangle and a piece; return its number of elements."""
     shared = intersection(starts, sizes, piece.starts, piece.sizes)
     assert shared is not None
     if list(stored.get_shape()) != list(sizes):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let one run at a time write to a directory.
+"""Lock a directory, so that one run at a time writes to it.
 
-Two runs that save under one name would delete each other's unfinished saves, and mix their steps so
-that nobody knows whose is whose. A POSIX record lock on the file `lock` keeps the second run out.
-The kernel frees it when the process dies, however that happens, and it works over NFS. On a file
-system without locks a warning is printed, and the run goes on without one.
+Two runs that save to one directory would delete each other's unfinished saves and mix their steps.
+A POSIX record lock on the file `lock` keeps the second run out. The kernel releases it when the
+process dies, for whatever reason, and it works over NFS. On a file system without locks a warning
+is printed, and the run continues without one.
 """
 
 import errno
@@ -28,11 +28,11 @@ PATIENCE = 120.0  # seconds: a requeued job may begin while its old ranks still 
 
 
 class DirectoryLock:
-    """The right to write to `root`, kept until close() or the end of the process.
+    """An exclusive lock on `root`, held until close() or the end of the process.
 
-    A process may have only one for a directory: the kernel drops all of a process's locks on a file
+    A process may have only one per directory: the kernel drops all of a process's locks on a file
     when any of its handles closes. Waits up to `patience` seconds for another process, then raises
-    SaveError naming it. Raises OSError where `root` cannot be written.
+    SaveError naming it. Raises OSError if `root` cannot be written.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ def _is_lock(data: bytes) -> bool:
 
 
 def _holder(data: bytes) -> str:
-    """Return who holds a lock, as its file says."""
+    """Return the holder of a lock according to its file."""
     try:
         who = parse_json(data, NAME)
         return f"process {who['pid']} on {who['host']}, since {who['since']}"

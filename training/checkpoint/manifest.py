@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what a checkpoint's JSON files hold, and read them back without trusting them.
+"""Define the contents of a checkpoint's JSON files, and read them back without trusting them.
 
-The manifest names every other file with its size and checksums (files.py) and carries a SHA-256 of
-itself, so an edit, a flipped bit or a lost tail anywhere is found. (Checksums next to the data
-prove that it is whole, not who wrote it.)
+The manifest names every other file with its size and checksums (files.py) and has a SHA-256 of
+itself, so an edit, a flipped bit or a truncation anywhere is detected. (Checksums next to the data
+prove that it is intact, not who wrote it.)
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from training.files.owned import plain_files
 from training.files.untrusted import parse_json
 
 FORMAT = "weft-checkpoint"
-# 2: the state names frozen parameters, and the optimizer has nothing of them
+# 2: the state names frozen parameters, which have no optimizer state
 VERSION, VERSION_WITH_FROZEN = 1, 2
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 # .old: set aside while its successor is renamed
@@ -30,11 +30,11 @@ STEP = re.compile(r"step_(\d{8,})(\.old-[0-9a-f]+)?")
 # a file's name: no separator, no leading dot
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 LIMIT = 1 << 28  # most bytes of a JSON file that are read
-# of one tensor; and of all tensors, the corners of their rectangles
+# most dimensions and elements of one tensor, and most corners of the rectangles of all tensors
 DIMENSIONS, ELEMENTS, CORNERS = 8, 1 << 60, 1 << 26
 
 
-# what a save writes, where no manifest says it: of a save that was killed, or is damaged
+# names of files that a save writes, for a save whose manifest is missing or damaged
 SAVED = re.compile(
     r"(rank_\d{5}-\d{3}|index|state|manifest|tokenizer(_config)?|special_tokens_map|added_tokens"
     r"|vocab|chat_template|generation_config)\.(safetensors|json|model)|merges\.txt"
@@ -65,7 +65,7 @@ def self_digest(manifest: dict[str, Any]) -> str:
 def parse(data: bytes, name: str, foreign: bool = False) -> dict[str, Any]:
     """Parse a JSON object, within the limits of files/untrusted.py, or raise CheckpointError.
 
-    foreign: as of parse_json.
+    foreign: as in parse_json.
     """
     try:
         value = parse_json(data, name, foreign)
@@ -118,11 +118,11 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
 
 
 def holds_a_save(directory: Path) -> bool:
-    """Return whether all that is in a directory was written by a save, or it is empty.
+    """Return whether a directory is empty or holds only files that a save wrote.
 
-    Those are the files that its manifest lists; where that is missing or damaged, files with the
-    names that a save gives, tensors among them. A link, a folder or a file that somebody put there
-    is not, nor is a copy of another step.
+    These are the files that its manifest lists or, if that is missing or damaged, files with the
+    names that a save gives, tensors among them. A link, a folder or another file does not belong to
+    a save, nor does a copy of another step.
     """
     found, step = plain_files(directory), STEP.fullmatch(directory.name)
     if found is None:
@@ -189,9 +189,9 @@ def merge_index(parts: list[list[list[Any]]]) -> dict[str, Any]:
 def tiles(shape: Sequence[int], rectangles: Iterable[tuple[Any, Any]]) -> bool:
     """Return whether rectangles (starts, sizes) cover `shape`, each element once.
 
-    The corners of a rectangle, with a sign that changes along each edge, tell it from all others,
-    and those of several add up. So they tile the whole if their corners sum to those of the whole:
-    this is exact, and takes a time that is proportional to their number.
+    The corners of a rectangle, with a sign that alternates along each edge, determine it, and those
+    of several rectangles add up. So they tile the whole if and only if their corners sum to those
+    of the whole. The time is proportional to the number of rectangles.
     """
     total: dict[tuple[int, ...], int] = {}
 
@@ -217,7 +217,7 @@ def volume(sizes: Any) -> int:
 def intersection(
     starts_a: Any, sizes_a: Any, starts_b: Any, sizes_b: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return (starts, sizes) of what two rectangles share, or None."""
+    """Return (starts, sizes) of the intersection of two rectangles, None if it is empty."""
     starts, sizes = [], []
     for a, n, b, m in zip(starts_a, sizes_a, starts_b, sizes_b, strict=True):
         low, high = max(a, b), min(a + n, b + m)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe what a rank holds in a checkpoint's terms: rectangles of canonical tensors.
+"""Describe a rank's part of a checkpoint as rectangles of canonical tensors.
 
-A checkpoint never speaks of ranks, fused sections or padding, so any layout can read what any other
-wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.exp_avg`.
+A checkpoint has no notion of ranks, fused sections or padding, so any layout can read what any
+other wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.exp_avg`.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class NamedPiece:
     # (tools/checkpoint.py, in bounded memory)
     fetch: Callable[[], Tensor] | None = None
     # a checkpoint may lack it, or have another length of its last dimension with the same first
-    # elements; what it lacks is not changed
+    # elements; elements that it lacks are not changed
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class NamedPiece:
 
     @property
     def key(self) -> str:
-        """The name inside a safetensors file: the canonical one where the tensor is whole."""
+        """The name inside a safetensors file: the canonical one if the tensor is whole."""
         if self.sizes == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.starts))}"
@@ -62,7 +62,7 @@ def state_name(parameter: str, kind: str) -> str:
 
 
 def is_state(name: str, index: Container[str]) -> bool:
-    """Return whether a tensor of a checkpoint is optimizer state: of a parameter that it holds."""
+    """Return whether a tensor of a checkpoint is optimizer state of a parameter in its `index`."""
     return name.rpartition(".")[0] in index
 
 
@@ -104,7 +104,7 @@ def weight_pieces(
 def buffer_pieces(
     model: nn.Module, names: Mapping[str, Sequence[str]], grid: Grid
 ) -> list[NamedPiece]:
-    """List a model's buffers, which every rank has whole of tp x dp x cp."""
+    """List a model's buffers, which every rank of tp x dp x cp holds whole."""
     holders = (grid.tp, grid.dp_cp)
     return [
         replace(whole(names[name][0], buffer), holders=holders)
@@ -115,9 +115,9 @@ def buffer_pieces(
 def load_pieces(
     counts: Iterable[tuple[str, Tensor]], names: Mapping[str, Sequence[str]], grid: Grid
 ) -> list[NamedPiece]:
-    """List the tokens of each expert in the last step: (name of the router's weight, counts).
+    """List the numbers of tokens of each expert in the last step.
 
-    A checkpoint may lack them.
+    counts: (name of the router's weight, numbers of tokens). A checkpoint may lack them.
     """
     found = []
     for name, count in counts:
@@ -141,7 +141,7 @@ def state_pieces(
     by_name = dict(parameters)
     found = []
     for name, kind, first, values in named_state:
-        assert "." not in kind, kind  # else the parameter's name could not be found in the state's
+        assert "." not in kind, kind  # else the parameter's name could not be cut from the state's
         param = by_name[name]
         for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
             found += _cut(param, part, names[name], kind, holders(param), (row, column))
@@ -169,9 +169,10 @@ def rectangles(
 def amax_pieces(
     amaxes: Iterable[tuple[str, Tensor]], names: Mapping[str, Sequence[str]], grid: Grid
 ) -> list[NamedPiece]:
-    """List the histories of delayed float8: (parameter name, history), whole on tp x dp x cp.
+    """List the amax histories of delayed float8, whole on each rank of tp x dp x cp.
 
-    A history has the name of its parameter's first section. A checkpoint may lack it.
+    amaxes: (parameter name, history). A history has the name of its parameter's first section. A
+    checkpoint may lack it.
     """
     found = []
     for name, history in amaxes:
@@ -197,7 +198,7 @@ def _cut(
     holders = (data, *place.holders)
     found = []
     for piece in place.pieces(names):
-        # what this rectangle and the piece share, along the dimension that is cut
+        # the intersection of this rectangle and the piece, along the dimension that is cut
         begin = corner[piece.dim]
         low = max(begin, piece.local)
         high = min(begin + tensor.shape[piece.dim], piece.local + piece.size)
@@ -220,9 +221,11 @@ def _cut(
 
 
 def share(pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
-    """Return the pieces that this rank writes: each has one writer, and bytes are in balance.
-    Every holder walks the same list and gives each piece to whoever has the fewest bytes so far, so
-    no message is needed. Pieces with the same holders must come in the same order on all of them.
+    """Return the pieces that this rank writes: each has one writer, and bytes are balanced.
+
+    Every holder walks the same list and assigns each piece to the holder with the fewest bytes so
+    far, so no message is needed. Pieces with the same holders must be in the same order on all of
+    them.
     """
     mine: list[NamedPiece] = []
     loads: dict[tuple[tuple[int, ...], ...], list[int]] = {}

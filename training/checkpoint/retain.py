@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which checkpoints stay, and remove the others so that a kill in the middle harms nothing.
+"""Choose which checkpoints are kept, and remove the others so that a kill cannot do harm.
 
 The newest checkpoints are kept, down to the K-th complete one; older ones are removed, except for
 the steps that --save-retain-interval keeps. Complete means checked: this run wrote or verified the
-directory, or hashes all its files now, and in both cases its files have the right sizes at this
-moment. A damaged one does not count and, among the newest, is kept for inspection. So with fewer
-than K complete ones no step is removed, and the only complete one never is. (A directory that was
-set aside is removed where its successor counts.)
+directory, or hashes all its files now, and in both cases its files have the right sizes now. A
+damaged one does not count and, among the newest, is kept for inspection. So with fewer than K
+complete ones no step is removed, and the only complete one never is. (A directory that was set
+aside is removed if its successor counts.)
 
-The complete one with the lowest loss on held-out data stays too (evaluated.py). One that was saved
-for its loss alone goes once another one has a lower loss and a newer one is complete.
+The complete one with the lowest loss on held-out data is kept too (evaluated.py). One that was
+saved for its loss alone is removed once another one has a lower loss and a newer one is complete.
 
-A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed. One
-that holds anything that no save wrote stays as it is (`holds_a_save`).
-One rank does all this, without a message to the others.
+A directory is first renamed to step_00000123.trash-<random>, which is never loaded, then removed.
+One that holds anything that no save wrote stays as it is (`holds_a_save`). One rank does all this,
+without a message to the others.
 """
 
 import os
@@ -33,7 +33,7 @@ from training.files.owned import set_aside
 Note = Callable[[str], None]
 
 UNFINISHED = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")  # a save was killed
-TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal is under way, or was killed
+TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal is in progress, or was killed
 # a small file that was to be renamed or removed
 SMALL = re.compile(r"\.(latest|probe|save_hf\.json)-[0-9a-f]+")
 
@@ -48,18 +48,18 @@ def prune(
     among: Collection[str] | None = None,
     outdone: bool = False,
 ) -> list[str]:
-    """Remove the checkpoints under `root` that need not stay; return their names, oldest first.
+    """Remove the checkpoints under `root` that are not kept; return their names, oldest first.
 
-    keep_last: how many complete ones stay, the newest. retain_interval: multiples of it stay too;
-        without keep_last, which then is 1, it means what it means in Megatron-LM: only
-        multiples and the last stay. Both None: nothing is removed, but for those of `outdone`.
+    keep_last: how many of the newest complete ones are kept. retain_interval: multiples of it are
+        kept too; without keep_last, which then is 1, it has Megatron-LM's meaning: only multiples
+        and the last are kept. Both None: nothing is removed, except by `outdone`.
     good: names known to be complete, as this run wrote or verified them; those verified here are
-        added, so that the next call does not hash it again.
+        added, so that the next call does not hash them again.
     note: called with a line for each damaged checkpoint and failed removal; neither is an error.
     hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
-    among: names of the directories to look at; None: all.
-    outdone: whether checkpoints are removed that were saved for a loss which is not the lowest any
-        more. Without keep_last and retain_interval nothing else is.
+    among: names of the directories to consider; None: all.
+    outdone: if keep_last and retain_interval are None, remove checkpoints that were saved for a
+        loss that is no longer the lowest, and no others. Otherwise they are removed in any case.
     """
     try:
         left = [name for name in os.listdir(root) if TRASH.fullmatch(name)]
@@ -93,7 +93,7 @@ def choose(
     among: Collection[str] | None = None,
     outdone: bool = False,
 ) -> list[str]:
-    """Return the names of what prune() would remove, oldest first."""
+    """Return the names of the checkpoints that prune() would remove, oldest first."""
     others_stay = keep_last is None and retain_interval is None
     if others_stay and not outdone:
         return []
@@ -107,7 +107,7 @@ def choose(
     for step, _, name in reversed(step_directories(root)):
         if among is not None and name not in among:
             continue
-        if counted and counted[-1] == step:  # set aside for a successor, which is whole
+        if counted and counted[-1] == step:  # set aside for a successor, which is complete
             doomed.append(name)
         elif len(counted) < window:
             try:
@@ -130,7 +130,7 @@ def choose(
 def evaluations(root: Path) -> dict[str, tuple[int, Evaluation]]:
     """Return {name: (step, evaluation)} of the checkpoints under `root` that have one.
 
-    Of a step that was saved again it is the newer one's.
+    For a step that was saved again it is the newer one's.
     """
     found = {}
     for step, final, name in step_directories(root):
@@ -141,9 +141,9 @@ def evaluations(root: Path) -> dict[str, tuple[int, Evaluation]]:
 
 
 def best_of(root: Path, found: Mapping[str, Evaluation], good: set[str], note: Note) -> set[str]:
-    """Return the names of the complete checkpoints with the lowest loss on each held-out data.
+    """Return the names of the complete checkpoints with the lowest loss on each held-out set.
 
-    Also those of lower losses that are damaged, for which `note` gets a line: they stay in place.
+    Also damaged ones with lower losses, which stay in place; `note` is called for each of them.
     """
     stay, known = set(), set()
     for name, each in sorted(found.items(), key=lambda pair: (pair[1].loss, pair[0])):
@@ -181,9 +181,9 @@ def check_complete(directory: Path, good: set[str]) -> None:
 
 
 def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
-    """Remove what a killed save left under `root`. No other save may be writing there.
+    """Remove the leftovers of killed saves under `root`. No other save may be writing there.
 
-    What a prune renamed stays: a thread may be removing it, and a save does not wait for that.
+    Directories that prune() renamed stay: a thread may be removing them, and a save does not wait.
     A directory set aside (.old-) is rubbish where its successor is complete; without one it is the
     checkpoint of its step.
     """

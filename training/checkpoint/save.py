@@ -6,9 +6,9 @@
     rank 0       checks that the rectangles tile each tensor; index, state, manifest; fsync
     rank 0       rename to step_00000123/, fsync of the parent: now the checkpoint exists
 
-After each line the ranks exchange how it went. A failure removes the directory written aside and
-raises SaveError on every rank; what was there before is not touched until the rename. `latest` is
-for people: nothing reads it.
+After each line the ranks exchange outcomes. A failure removes the temporary directory and raises
+SaveError on every rank; existing checkpoints are not touched until the rename. `latest` is for
+people: nothing reads it.
 """
 
 import errno
@@ -55,7 +55,7 @@ from training.checkpoint.retain import clear_rubbish
 from training.files.owned import check, fsync_directory, rename
 from training.files.untrusted import read_plain
 
-FILE_BYTES = 4 << 30  # a file's limit: several files can be hashed and read at the same time
+FILE_BYTES = 4 << 30  # limit of a file: several files can be hashed and read at the same time
 
 
 def save(
@@ -73,16 +73,16 @@ def save(
 ) -> Path:
     """Save collectively; return the new directory.
 
-    pieces: all that this rank holds (parameter_pieces + state_pieces); a piece that several ranks
+    pieces: all pieces of this rank (parameter_pieces + state_pieces); a piece that several ranks
         hold is written by one of them.
     state: JSON, the same on every rank; rank 0's is written, with step, layout, torch version.
-    device: where the world's collectives need their tensors (nccl: the rank's GPU).
+    device: that of the tensors of the world's collectives (nccl: the rank's GPU).
     world: the axis of all ranks over which they exchange outcomes; None: grid.world.
     attach: {name: bytes} of small files to store too; rank 0's are written.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
-    Raises SaveError, on every rank, naming the rank, the path and the cause. A value that is not
-    finite is one, and a state that could not be read back: nothing is written then.
+    Raises SaveError, on every rank, naming the rank, the path and the cause. For a value that is
+    not finite, and for a state that could not be read back, nothing is written.
     """
     directory, first = Path(root), grid.rank == 0
     aside: Path | None = None
@@ -104,7 +104,7 @@ def save(
     def measure() -> int:
         if first:
             check(directory / step_name(step), holds_a_save)
-            parse(json.dumps(dict(state)).encode(), STATE)  # no reader would take it otherwise
+            parse(json.dumps(dict(state)).encode(), STATE)  # else no reader would accept it
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
@@ -130,7 +130,7 @@ def save(
 
 
 def layout(grid: Grid) -> dict[str, int]:
-    """Return the sizes of the grid, for people: no load needs them."""
+    """Return the sizes of the grid, for information: no load needs them."""
     return {
         "world_size": grid.world_size,
         "tp": grid.tp_size,
@@ -141,7 +141,7 @@ def layout(grid: Grid) -> dict[str, int]:
 
 
 def _begin(root: Path, step: int, need: int) -> str:
-    """Clear away what killed saves left, make the directory to write aside in, return its name."""
+    """Remove the leftovers of killed saves, make a temporary directory and return its name."""
     _make_root(root)
     clear_rubbish(root, set(), lambda line: None)
     _check_room(root, need)
@@ -191,7 +191,7 @@ def _commit(
 ) -> None:
     """Write index, state and manifest, then rename the directory to its final name.
 
-    answers: of all ranks.
+    answers: the results of _write() on all ranks.
     """
     aside = root / name
     files = {file: info for answer in answers for file, info in answer["files"].items()}
@@ -234,7 +234,7 @@ def _hint(root: Path, name: str) -> None:
 
 
 def _is_hint(path: Path) -> bool:
-    """Return whether a path is what _hint writes, or a link or a pipe, which hold nothing."""
+    """Return whether a path is a file of _hint, or a link or a pipe, which hold nothing."""
     if path.is_symlink() or not path.is_file():
         return not path.is_dir()
     with suppress(OSError, ValueError):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save while training continues: copy what this rank will write, then write the copy in a thread.
+"""Save while training continues: copy this rank's data, then write the copy in a thread.
 
 A step waits only for the copy. Its memory is allocated and touched once, at the start, so that no
-save finds the host without memory or waits for page faults. The thread does what a save in the
-foreground does, over a process group of its own: two threads would start collectives on one group
-in different orders on different ranks.
+save runs out of host memory or waits for page faults. The thread does the same as a save in the
+foreground, over its own process group: on a shared group, two threads would start collectives in
+different orders on different ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from training.checkpoint.pieces import NamedPiece, share
 
 
 class Staging:
-    """Host memory for what this rank writes of `pieces`, page-locked where they lie on a GPU."""
+    """Host memory for the `pieces` that this rank writes, page-locked if they are on a GPU."""
 
     def __init__(self, pieces: Sequence[NamedPiece]) -> None:
         mine = share(pieces)
@@ -30,7 +30,7 @@ class Staging:
     def copy(self, pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
         """Return copies of the pieces that this rank writes, with this rank as the only holder.
 
-        The pieces must be those the memory was made for, as they are in every step of a run.
+        The pieces must be those for which the memory was made, as in every step of a run.
         """
         copies = []
         for piece, memory in zip(share(pieces), self._memory, strict=True):
@@ -43,14 +43,14 @@ class Staging:
 
 
 class Background:
-    """Do one thing at a time in a thread."""
+    """Run one task at a time in a thread."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "save")
         self._future: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start `work` once earlier work has ended; if that fails, `work` is not done."""
+        """Run `work` after earlier work has ended; if that failed, `work` is not run."""
         before = self._future
 
         def after() -> None:
@@ -67,6 +67,6 @@ class Background:
             future.result()
 
     def poll(self) -> None:
-        """Raise the error of the work if that has ended; never wait."""
+        """Raise the error of the work if it has ended; never wait."""
         if self._future is not None and self._future.done():
             self.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a checkpoint's tensors one at a time, whole, to whoever writes them elsewhere."""
+"""Read a checkpoint's tensors whole, one at a time, to write them in another format."""
 
 from collections.abc import Container, Iterable, Sequence
 from math import prod
@@ -18,13 +18,13 @@ BIAS = ".e_score_correction_bias"
 
 class Room:
     """Memory that one tensor after another reuses. With a malloc for each of thousands of tensors
-    of some MB, the holes in the heap would add up to the whole model."""
+    of some MB, heap fragmentation would add up to the size of the whole model."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in the memory of the one before."""
+        """Return an uninitialized tensor in the memory of the previous one."""
         size = prod(shape) * dtype.itemsize
         if size > len(self._bytes):
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -36,8 +36,8 @@ def stream(
 ) -> list[NamedPiece]:
     """Return whole tensors as pieces that are read when they are written, in `dtype` or as stored.
 
-    A tensor that was read is valid until the next one is read. A bias of the choice of experts is
-    no weight: a step moves it by less than bf16 shows, so it is never narrower than fp32.
+    A tensor that was read is valid until the next one is read. The bias of the choice of experts is
+    not a weight: a step changes it by less than bf16 resolves, so it is never narrower than fp32.
     """
     read, converted = Room(), Room()
 
@@ -62,7 +62,7 @@ def stream(
 
 
 def attached(checkpoint: Checkpoint, names: Container[str] | None = None) -> dict[str, bytes]:
-    """Return {name: bytes} of a checkpoint's small files besides its tensors: all or of `names`."""
+    """Return {name: bytes} of a checkpoint's small files besides its tensors: all or `names`."""
     files = checkpoint.manifest["files"]
     return {
         name: read_checked(checkpoint.directory / name, files[name])

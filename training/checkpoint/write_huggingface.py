@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the weights of a checkpoint as a Hugging Face directory that is complete or absent.
 
-    rank 0       makes .step_00000123.tmp-<random>/ next to the directory that is to be
-    every rank   writes each world-size-th file of weights there, tensor by tensor, fsync
+    rank 0       makes .step_00000123.tmp-<random>/ next to the final directory
+    every rank   writes every world-size-th file of weights there, tensor by tensor, fsync
     rank 0       index, config.json, tokenizer; fsync; rename; fsync of the parent
 
-The tensors are read from a checkpoint that is complete, so the layout that trained does not matter,
-no weight travels between ranks, and a rank holds one tensor at a time. As in save.py the ranks
-exchange after each line how it went.
+The tensors are read from a complete checkpoint, so the layout that trained does not matter, no
+weights are sent between ranks, and a rank holds one tensor at a time. As in save.py the ranks
+exchange outcomes after each line.
 """
 
 import os
@@ -36,12 +36,12 @@ from training.checkpoint.stream import stream
 from training.files.owned import check, empty, fsync_directory, rename, set_aside
 from training.files.written import Written
 
-RUBBISH = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}")  # what a killed write or removal left
+RUBBISH = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}")  # leftovers of a killed write or removal
 Extra = tuple[Mapping[str, bytes], Mapping[str, Any]]  # small files; more fields of config.json
 
 
 def weights_of(found: Checkpoint) -> list[str]:
-    """Return the names of a checkpoint's weights: all that is no optimizer state."""
+    """Return the names of a checkpoint's weights: all tensors that are not optimizer state."""
     return [name for name in found.index if not is_state(name, found.index)]
 
 
@@ -63,11 +63,12 @@ def write_huggingface(
     """Write the tensors `names` of a checkpoint to `target`, collectively.
 
     The files have the names of transformers' save_pretrained. dtype: of the weights; None: as they
-    are stored. shard_bytes: a file's limit. extra(): on rank 0, the small files, and what
-    config.json has besides the sizes of `found.state`. world, device: as in save(). record: on rank
-    0, of what may be replaced at `target`; None: an empty directory. hook(phase): "start", "piece"
-    before each tensor, "written", "commit", "aside", "renamed". arrange(pieces): what is written,
-    of the tensors as they are. Raises SaveError, on every rank, with the rank, path and cause.
+    are stored. shard_bytes: limit of a file. extra(): on rank 0, returns the small files, and the
+    fields of config.json besides the sizes in `found.state`. world, device: as in save(). record:
+    on rank 0, that of the directories that may be replaced at `target`; None: an empty directory
+    may be. hook(phase): "start", "piece" before each tensor, "written", "commit", "aside",
+    "renamed". arrange(pieces): converts the stored tensors to those that are written. Raises
+    SaveError, on every rank, with the rank, path and cause.
     """
     first, aside = grid.rank == 0, Path()
 
@@ -149,7 +150,7 @@ def write_huggingface(
 
 
 def clear(root: Path, record: Written) -> None:
-    """Remove what killed writes and removals of the record's purpose left under `root`."""
+    """Remove the leftovers of killed writes and removals of the record's purpose under `root`."""
     for name in record.leftovers():
         if record.ours(root / name):
             shutil.rmtree(root / name, ignore_errors=True)
@@ -167,10 +168,10 @@ def keep_newest(
     record: Written,
     stay: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """Remove all but the newest `count` of the record's directories whose names fit, and `stay`.
+    """Remove the record's directories whose names match, except the newest `count` and `stay`.
 
-    Return the names of those removed, and of those that would be but are not as they were written:
-    they stay, and do not count.
+    Return the names of those removed, and of those that were not because they were changed after
+    they were written.
     """
     known = [n for n in record.names() if name.fullmatch(n) and os.path.lexists(root / n)]
     removed, changed = list[str](), list[str]()

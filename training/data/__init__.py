@@ -8,10 +8,10 @@ blend        several corpora, by weight
 megatron_order  the order of Megatron's data sets and blends; one_pass: each token once
 loader       global batches, cut for each data-parallel rank; workers, batch, context_part
 tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer; tokenizer_files
-hf_classes   what transformers makes of a tokenizer.json; auto_tokenizer: what it reads of ours
-token_texts  which bytes each id stands for; bytes_per_token counts them for bits per byte
+hf_classes   the tokenizer classes of transformers; auto_tokenizer: files for its AutoTokenizer
+token_texts  the bytes of text of each id; bytes_per_token counts them for bits per byte
 text_files   the files of text for preprocessing; shards, parquet, bad_documents
-made_with    PREFIX.json: which tokenizer made a pair; loss_mask: which of its tokens count
-not_tokens   what a --data-path names where it names no pair
-identity     whether two corpora are the same; same_data: which of a run's are
+made_with    PREFIX.json: the tokenizer that made a pair; loss_mask: the tokens that count
+not_tokens   advice on a --data-path that is not a pair
+identity     the digest of a corpus; same_data: data that a run would read twice
 """

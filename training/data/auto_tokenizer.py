@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what transformers.AutoTokenizer reads besides a tokenizer's own files, with the same ids.
+"""Write the files with which transformers.AutoTokenizer gives the same ids as a tokenizer.
 
-transformers turns a SentencePiece model into one of `tokenizers` when it loads it, and loses the
-user-defined pieces on the way: a newline with its indentation gets other ids. So the conversion is
-made here, for models over untouched text such as those of tools/train_tokenizer.py. The wire format
+transformers converts a SentencePiece model into one of `tokenizers` when it loads it, and loses the
+user-defined pieces: a newline with its indentation gets other ids. So the conversion is made here,
+for models that do not normalize text, such as those of tools/train_tokenizer.py. The wire format
 of a .model is that of sentencepiece_model.proto (github.com/google/sentencepiece).
 """
 
@@ -23,11 +23,12 @@ BPE = 2  # TrainerSpec.ModelType
 
 
 def auto_tokenizer(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files to add for AutoTokenizer: tokenizer_config.json, and tokenizer.json where
-    that keeps the ids of a SentencePiece model.
+    """Return the files to add for AutoTokenizer: tokenizer_config.json, and tokenizer.json if that
+    keeps the ids of a SentencePiece model.
 
-    files: {name: bytes} of the tokenizer's own. What is there stays. Empty for a tokenizer that
-    transformers does not read from such files (TikTokenizer, NullTokenizer).
+    files: {name: bytes} of the tokenizer's own files, which are not replaced. The result is empty
+    for a tokenizer that transformers does not read from such files (TikTokenizer, NullTokenizer),
+    and if there is a tokenizer_config.json.
     """
     if CONFIG in files:
         return {}
@@ -61,7 +62,7 @@ def auto_tokenizer(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, b
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of each field of a protobuf message that SentencePiece has read."""
+    """Yield (number, value) of each field of a protobuf message that SentencePiece can read."""
 
     def varint(at: int) -> tuple[int, int]:
         value = shift = 0
@@ -86,8 +87,8 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def read(model: bytes) -> tuple[list[tuple[str, float, int]], tuple[int, bool, bool, bytes]]:
-    """Return a SentencePiece model's (piece, score, type), and (type of model, whether a space is
-    added in front, whether spaces are removed, the map of its normalization).
+    """Return a SentencePiece model's (piece, score, type), and (model_type, add_dummy_prefix,
+    remove_extra_whitespaces, precompiled_charsmap).
     """
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, Any] = {}
@@ -108,10 +109,10 @@ def read(model: bytes) -> tuple[list[tuple[str, float, int]], tuple[int, bool, b
 
 
 def converted(pieces: list[tuple[str, float, int]]) -> bytes:
-    """Return the tokenizer.json of a BPE model over untouched text.
+    """Return the tokenizer.json of a BPE model that does not normalize text.
 
-    SentencePiece joins the two neighbours whose joint piece has the highest score, wherever they
-    were cut: so each cut of a piece into two others is a merge, in the order of the pieces' scores.
+    SentencePiece merges the two neighbours whose joint piece has the highest score, however it is
+    split. So each split of a piece into two others is a merge, in the order of the pieces' scores.
     """
     from tokenizers import AddedToken, decoders, models, normalizers
     from tokenizers import Tokenizer as Model

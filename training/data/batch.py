@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build one micro-batch: what the model reads, and which tokens count in the loss."""
+"""Build one micro-batch: the model's input, and the tokens that count in the loss."""
 
 from dataclasses import dataclass, replace
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mpu.layers.packed_seq_params import PackedSeqParams
 
-PAD = -1  # Megatron's: a place of a sample that has no tokens
+PAD = -1  # Megatron's: a position of a sample that has no token
 
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What an end-of-document token does; the fields are the flags of the same names.
+    """The effect of an end-of-document token; the fields are the flags of the same names.
 
     `reset_position_ids` restarts positions after it, `reset_attention_mask` keeps attention within
     a document, `eod_mask_loss` ignores the loss where it is the input token. As in Megatron, the
@@ -42,7 +42,7 @@ class Batch:
 
     tokens: Tensor  # int64
     labels: Tensor  # int64; labels[:, i] follows tokens[:, i]
-    loss_mask: Tensor | None  # float32, 0 where the loss is ignored; None: nowhere in the run
+    loss_mask: Tensor | None  # float32, 0 where the loss is ignored; None: nowhere
     position_ids: Tensor | None  # int64; None: 0 to s-1
     # documents of the rows; a token attends only to its own. None: to every earlier token
     packed_seq_params: PackedSeqParams | None
@@ -66,8 +66,8 @@ def make_batch(
 ) -> Batch:
     """Return the batch of these samples, int64 [b, s + 1].
 
-    counted: bool [b, s + 1], whether a token counts as a label (None: all do). The loss is ignored
-    where it does not, and where the label is PAD; the model reads token 0 in place of PAD.
+    counted: bool [b, s + 1], whether a token counts as a label (None: all do). The loss of a label
+    that does not count, or is PAD, is ignored; the model reads token 0 in place of PAD.
     """
     padded = rows[:, 1:] == PAD
     rows = np.maximum(rows, 0) if padded.any() else rows

@@ -21,7 +21,7 @@ from training.data.dataset import Composed, Dataset
 class Blend(Composed):
     """Draw from `datasets` in proportion to `weights`; those of weight 0 are never drawn.
 
-    Each dataset is asked for its samples 0, 1, 2, ... in order.
+    Each dataset supplies its samples 0, 1, 2, ... in order.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
@@ -63,7 +63,7 @@ class Blend(Composed):
         return datasets, inner
 
     def counts(self, n: int) -> list[int]:
-        """Return how many of the first n samples each data set supplies."""
+        """Return the number of the first n samples that each data set supplies."""
         found, pending = [0] * len(self.parts), [(self._tree, n)]
         while pending:
             node, count = pending.pop()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from training.settings.config import Config
 
 
-# Asked about data that is read twice: (split, training data) -> whether the run resumes one that
-# was begun with it, and so goes on in its order.
+# Called for data that is read twice: (split, training data) -> whether the run resumes one that
+# began with this data, and so continues in its order.
 Begun = Callable[[str, Dataset], bool]
 
 
@@ -48,11 +48,11 @@ Begun = Callable[[str, Dataset], bool]
 class Loaders:
     """The loaders of a run; test is None where its split is empty.
 
-    valid: {name: loader} of the validation sets; the name is "" unless --multiple-validation-sets
-    was given, and there is none where the split is empty.
+    valid: {name: loader} of the validation sets, empty if the split is; the name is "" unless
+    --multiple-validation-sets was given.
 
     `digest` identifies the sample order of all three: it depends on data, blend, split, sequence
-    length and seed, and on nothing else. The first time it reads every token of large files.
+    length and seed, and on nothing else. Its first computation reads every token of large files.
     """
 
     train: Loader
@@ -61,7 +61,10 @@ class Loaders:
     tokenizer: "Tokenizer | None" = None  # of all three
 
     def evaluated_on(self, samples: int) -> dict[str, str]:
-        """Return {set: SHA-256 of what an evaluation reads}: so many samples, or all that end."""
+        """Return {set: SHA-256 of the data of an evaluation}.
+
+        That is `samples` samples, or all of a set that is not endless.
+        """
         facts = {
             name: [loader.dataset.digest, loader.dataset.length or samples]
             for name, loader in self.valid.items()
@@ -94,7 +97,7 @@ def build_loaders(
 ) -> Loaders:
     """Open the data that the flags name and return the loader of each split; context: see Loader.
 
-    activity: prints what takes long, in place of a thread of each cache. begun: see
+    activity: reports slow operations; None: a new one that calls `report`. begun: see
     build_datasets(). Raises ValueError, naming flag or file, for data that cannot be trained on.
     """
     data = config.data
@@ -162,9 +165,9 @@ def build_datasets(
 ) -> dict[str, Dataset | None]:
     """Return {split: dataset}, None for a split without tokens that count in the loss.
 
-    With --multiple-validation-sets each set has a key of its own, "valid-" and its name. begun:
-    see `Begun`; None: the run begins here. Raises ValueError, naming flag and file, for data that
-    is not there, is read twice or trains on nothing.
+    With --multiple-validation-sets each set has its own key, "valid-" and its name. begun: see
+    `Begun`; None: the run is new. Raises ValueError, naming flag and file, for data that is
+    missing, is read twice or has no token in the loss.
     """
     data, seq_length, seed = config.data, config.model.seq_length, config.run.seed
     if data.mock_data:
@@ -223,10 +226,10 @@ def build_datasets(
 def _without_loss(
     parts: Sequence[Part], eod: int | None, report: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yield each split to evaluate on in which --eod-mask-loss, or a loss mask, leaves no token in
-    the loss. eod: the token that --eod-mask-loss leaves out, None without the flag.
+    """Yield each evaluation split in which --eod-mask-loss, or a loss mask, leaves no token in the
+    loss. eod: the token that --eod-mask-loss leaves out, None without the flag.
 
-    Raises ValueError where that is so of what is trained on, or of a stage of it.
+    Raises ValueError if this holds for the training data, or for one of its stages.
     """
 
     def why(part: Part) -> str:
@@ -257,10 +260,11 @@ def _without_loss(
 
 
 def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
-    """Return how many samples of each split Megatron's order is made for, and how many are read.
+    """Return {split: (samples for which Megatron's order is made, samples that are read)}.
 
-    Megatron's evaluations read on where the one before ended; these begin again. With --skip-train
-    they are as many as in a run of the same flags, so that the losses are that run's.
+    Each of Megatron's evaluations continues where the last one ended; here each starts over. With
+    --skip-train the order is made for as many as in a run of the same flags, so that the losses
+    are equal.
     """
     batch, run = config.batch, config.run
     size, steps = batch.global_batch_size, batch.train_iters
@@ -282,8 +286,8 @@ def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
 def validation_sets(paths: Sequence[str]) -> dict[str, str]:
     """Return {name: prefix} of --multiple-validation-sets.
 
-    A name is the last part of a prefix, less what tools/preprocess_data.py adds to it; where two
-    are equal, they are numbered as in Megatron.
+    A name is the last part of a prefix, without the endings of tools/preprocess_data.py; if two are
+    equal, all sets are numbered instead, as in Megatron.
     """
     names = tuple(
         os.path.basename(path).removesuffix("_document").removesuffix("_text") for path in paths
@@ -313,7 +317,7 @@ class _Opener:
         self._seed = seed
         self._vocab_size = vocab_size
         self._report, self._made_with = report, made_with
-        self.parts: list[Part] = []  # that are read
+        self.parts: list[Part] = []  # the data sets that are read
         self._files: dict[str, IndexedTokens] = {}
         self._masks: dict[str, LossMask | None] = {}  # by the prefix of the file that is read
         self._caches: dict[tuple[str, int], IndexCache] = {}
@@ -328,8 +332,8 @@ class _Opener:
     ) -> Dataset | None:
         """Return the dataset of a split, None if empty; `shares` cut each file, None takes all.
 
-        name: the split, or "valid-" and the name of a set. whole: each token once; else the samples
-        have no end.
+        name: the split, or "valid-" and the name of a set. whole: read each token once; else the
+        samples are endless.
         """
         prefixes, weights = parse_blend(paths, flag)
         split = name.partition("-")[0]
@@ -382,8 +386,8 @@ class _Opener:
     ) -> Dataset | None:
         """Return the dataset of a split in Megatron's order, None if empty or not to be read.
 
-        samples: that the order is made for, of which `read` are read. As there, prefixes without
-        weights give one epoch each, and a blend takes no weight of 0.
+        samples: the number for which the order is made; `read` of them are read. As in Megatron,
+        prefixes without weights give one epoch each, and a weight of 0 is refused.
         """
         prefixes, weights = parse_blend(paths, flag)
         split = name.partition("-")[0]
@@ -459,7 +463,7 @@ class _Opener:
         )
 
     def tell_masks(self) -> None:
-        """Report in a line which files have a loss mask."""
+        """Report in one line which files have a loss mask."""
         masked = [prefix for prefix, file in self._files.items() if self._masks[file.prefix]]
         if masked:
             more = len(masked) - 1
@@ -469,7 +473,7 @@ class _Opener:
             )
 
     def _cache(self, prefix: str) -> IndexCache:
-        """Return the cache for a file, which believes what the file's owner wrote there."""
+        """Return the cache for a file, which trusts entries of the file's owner."""
         directory = self._cache_path or os.path.join(os.path.dirname(prefix), "cache")
         owner = os.stat(prefix + ".bin").st_uid if os.path.exists(prefix + ".bin") else 0
         if (directory, owner) not in self._caches:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the bytes of text behind tokens, so that losses compare over tokenizers.
+"""Count the bytes of text of tokens, so that losses can be compared across tokenizers.
 
-A token counts the bytes that it stands for, which may be a part of a character, and one that stands
-for no text (the end of a document, an unknown character) counts none. So the counts of a document's
-tokens add up to its size on disk, wherever it is cut into samples, if the vocabulary is of bytes or
-falls back to them. A tokenizer that changes texts, or knows no token for some characters, counts
-what its tokens say; a line says so.
+A token counts as the bytes of its text, which may be a part of a character; a token without text
+(the end of a document, an unknown character) counts as none. So the counts of a document's tokens
+add up to its size on disk, wherever it is cut into samples, if the vocabulary is byte-level or has
+a byte fallback. If a tokenizer changes texts, or has no token for some characters, the bytes of its
+tokens are counted, and a line reports this.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from training.data.token_texts import SPACE
 from training.data.tokenizer import Tokenizer
 
 UTF8_SPACE = SPACE.encode()
-# What tokenizers change or do not know: spaces, line ends, case, forms of characters, rare ones.
+# Texts that tokenizers may change: spaces, line ends, case, forms of characters, rare characters.
 PROBES = ("x", "A  b\t\r\n\n c ", "\0\x7f", "e\u0301 \ufb01 \uff21", "\u65e5\u672c \U0001f600")
 
 
 class TextBytes:
     """Count bytes by a table of the vocabulary, which is made when the first rows are counted.
 
-    Where a tokenizer puts a space in front of a text, the first space after a token that begins or
-    ends a document is no text. report: is told once where counts differ from the size of a text.
+    If a tokenizer puts a space in front of a text, the first space after a token that begins or
+    ends a document is not text. report: called once if counts may differ from a text's size.
     """
 
     def __init__(self, tokenizer: Tokenizer, report: Callable[[str], None] = print) -> None:
@@ -40,8 +40,8 @@ class TextBytes:
     ) -> int:
         """Return the bytes of text of the labels whose loss counts; rows: int64 [b, s + 1].
 
-        counted: as make_batch takes it. Where it begins to count, a text begins, as a prompt and
-        its answer are two texts.
+        counted: as in make_batch. A text begins where it turns True, as a prompt and its answer
+        are two texts.
         """
         with self._lock:  # loader threads share this object
             if self._sizes is None:
@@ -56,7 +56,7 @@ class TextBytes:
         if self._bytes_of_space:
             first, second, third = self._bytes_of_space
             spaces = (before == second) & (labels == third)
-            spaces[:, 1:] &= rows[:, :-2] == first  # of a sample's first label it is not known
+            spaces[:, 1:] &= rows[:, :-2] == first  # unknown for a sample's first label
             sizes -= 2 * spaces
         if rules.eod_mask_loss:
             sizes[before == rules.eod] = 0
@@ -65,20 +65,20 @@ class TextBytes:
         return int(sizes.sum())
 
     def _make(self) -> np.ndarray:
-        """Return the bytes of each id, and 0 in the end, which is where PAD points."""
+        """Return the number of bytes of each id, and a last 0, to which the index PAD points."""
         tokenizer, texts = self._tokenizer, self._tokenizer.texts()
         self._ends = [i for i in (tokenizer.bos, tokenizer.eod) if i is not None]
         self._fronts = np.zeros(len(texts) + 1, bool)  # tokens that begin with a space
-        self._bytes_of_space: list[int] = []  # where there is no token of a space alone
+        self._bytes_of_space: list[int] = []  # if there is no token for a space alone
         if any(texts):
             self._look(texts)
         return np.array([*map(len, texts), 0])
 
     def _look(self, texts: list[bytes]) -> None:
-        """Find out what the tokenizer does with spaces, and whether it keeps a text."""
+        """Detect how the tokenizer treats spaces, and report if it does not preserve texts."""
 
         def read(text: str) -> bytes:
-            with suppress(ValueError):  # it may know no token for this text, not even "unknown"
+            with suppress(ValueError):  # it may have no token for this text, not even "unknown"
                 found = b"".join(texts[i] for i in self._tokenizer.encode(text))
                 return found.replace(UTF8_SPACE, b" ") if self._bytes_of_space else found
             return b""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache sample indices and digests on disk, so that each node computes one once.
+"""Cache sample indices and digests on disk, so that each node computes each of them once.
 
 The processes of a node synchronize by a file lock, so they need neither a shared file system nor a
 process group. An entry is one .npy of int32 whose last eight words are the SHA-256 of the rest and
 of the facts it was built from; an entry that does not match its SHA-256 is built again.
 
-Others may write to the directory. So no link is followed, nothing that is there is cut, and an
-entry is believed only if it belongs to this user, to root, to the owner of the data, or to a user
+Others may write to the directory. So no link is followed, no existing file is truncated, and an
+entry is trusted only if it belongs to this user, to root, to the owner of the data, or to a user
 of --trust-owner.
 """
 
@@ -35,7 +35,7 @@ class IndexCache:
 
     A directory that cannot be used is reported once by `report`; arrays are then built in memory.
     `patience`: for how many seconds another process may hold the lock of an entry. `owner`: a user
-    whose entries are believed besides the trusted ones'. `activity`: prints what takes long.
+    whose entries are trusted in addition. `activity`: reports slow operations.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class IndexCache:
     ) -> np.ndarray:
         """Return the array of `size` int32 that `build` makes; `facts` determine it.
 
-        what: the array in words. patience: seconds, where it needs more than the cache has.
+        what: the array in words. patience: seconds, if it needs more than the cache's.
         """
         text = json.dumps(facts, sort_keys=True).encode()
         path = os.path.join(self.directory, hashlib.sha256(text).hexdigest() + ".npy")
@@ -95,7 +95,7 @@ class IndexCache:
         return found
 
     def _read(self, path: str, text: bytes, size: int) -> np.ndarray | None:
-        """Return an entry; None where it is absent, cut short, not ours or does not match."""
+        """Return an entry; None if it is absent, truncated, not trusted or does not match."""
         try:
             with open_plain(path, os.O_NOFOLLOW) as file:
                 found = os.fstat(file.fileno())
@@ -152,7 +152,7 @@ class IndexCache:
 
 
 def _lock(fd: int) -> bool:
-    """Lock an open file, if nobody else has."""
+    """Lock an open file; return False if another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

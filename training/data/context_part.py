@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep of a micro-batch the tokens of one context-parallel rank (layers/attention/shards.py)."""
+"""Select one context-parallel rank's tokens of a micro-batch (mpu/layers/attention/shards.py)."""
 
 from dataclasses import replace
 
@@ -12,11 +12,11 @@ from training.data.batch import Batch
 
 
 def context_part(batch: Batch, rank: int, size: int) -> Batch:
-    """Return a rank's part [b, s / size] of a whole micro-batch [b, s]: the same where size is 1.
+    """Return a rank's part [b, s / size] of a micro-batch [b, s]; all of it if size is 1.
 
-    Each row is cut for itself, by its own documents; a rank's tokens are in ascending order. Their
-    position_ids are given, as they have gaps. packed_seq_params keeps the documents of the whole
-    rows: of length s where the batch has none. token_count: of this part's tokens.
+    Each row is cut separately, by its own documents; a rank's tokens are in ascending order. Its
+    position_ids are always set, as they have gaps. packed_seq_params has the documents of the whole
+    rows: of length s if the batch has none. token_count is that of this part.
     """
     if size == 1:
         return batch
@@ -50,6 +50,6 @@ def places_of(batch: Batch, rank: int, size: int) -> Tensor:
 
 
 def _places(packed: PackedSeqParams, rows: int, rank: int, size: int) -> Tensor:
-    """Return which tokens of rows that follow one another a rank has."""
+    """Return the indices of a rank's tokens in the concatenated rows."""
     ranges = batch_shards(size, documents_of_rows(packed.lengths, rows))[rank]
     return torch.cat([torch.arange(r.start, r.stop) for r in ranges])

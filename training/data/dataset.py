@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the interface of a dataset, which files, blends and mock data implement, and what all
-datasets that are made of others have in common.
+"""Define the interface of a dataset, which files, blends and mock data implement, and the base
+class of datasets that are composed of others.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-FULL_DIGEST = "xxh3:"  # how a corpus digest begins that was made of every token
+FULL_DIGEST = "xxh3:"  # prefix of a corpus digest that covers every token
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on, or no longer; the message names the file."""
+    """Data that cannot be trained on, or was changed meanwhile; the message names the file."""
 
 
 class Dataset(Protocol):
@@ -30,10 +30,10 @@ class Dataset(Protocol):
 
     @property
     def length(self) -> int | None:
-        """Return how many samples it has, None where it is endless.
+        """Return the number of samples, None if it is endless.
 
-        Where it ends, tokens after a sample's last one are PAD (training/data/batch.py), and so is
-        all of a sample after the last.
+        If it ends, positions after the last token of a sample are PAD (training/data/batch.py), and
+        so is every position of the samples after the last.
         """
 
     @property
@@ -42,21 +42,21 @@ class Dataset(Protocol):
 
     @property
     def corpus(self) -> str:
-        """Return the same without the seed: of the data and how it is cut.
+        """Return a SHA-256 of the data and how it is cut: `digest` without the seed.
 
-        It begins with FULL_DIGEST where it covers every token.
+        It begins with FULL_DIGEST if it covers every token.
         """
 
     @property
     def sketch(self) -> str:
-        """Return the corpus as older checkpoints know it, by 64 blocks of each file."""
+        """Return the corpus digest of older checkpoints, which covers 64 blocks of each file."""
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
 
     def loss_mask(self, i: int) -> np.ndarray:
-        """Return for each token of sample i whether its prediction counts in the loss, bool
-        [seq_length + 1]: all do where there is no mask.
+        """Return whether the prediction of each token of sample i counts in the loss, bool
+        [seq_length + 1]: all True without a mask.
         """
 
     def origin(self, i: int) -> tuple[int, int, int]:
@@ -66,11 +66,11 @@ class Dataset(Protocol):
         """Return where sample i comes from, as text for an error message."""
 
     def under_way(self) -> str:
-        """Return where the longest read under way is, or "" where none does."""
+        """Return the position of the longest read in progress, or "" if there is none."""
 
 
 class Composed(ABC):
-    """A dataset of which each sample is a sample of one of its `parts`."""
+    """A dataset whose samples are each a sample of one of its `parts`."""
 
     seq_length: int
     parts: Sequence[Dataset]
@@ -78,11 +78,11 @@ class Composed(ABC):
 
     @abstractmethod
     def locate(self, i: int) -> tuple[int, int]:
-        """Return (part, its sample) that sample i is."""
+        """Return (part, sample of the part) for sample i."""
 
     @abstractmethod
     def facts(self, hashes: list[str]) -> Any:
-        """Return what decides the samples, as JSON. hashes: of the parts."""
+        """Return everything that determines the samples, for JSON. hashes: those of the parts."""
 
     @cached_property
     def masked(self) -> bool:
@@ -96,12 +96,12 @@ class Composed(ABC):
 
     @property
     def corpus(self) -> str:
-        """Return the same without the seed."""
+        """Return a SHA-256 of the data and how it is cut, without the seed."""
         return FULL_DIGEST + self._sha256([part.corpus for part in self.parts])
 
     @property
     def sketch(self) -> str:
-        """Return the same of the parts' sketches."""
+        """Return a SHA-256 of the parts' sketches, as in older checkpoints."""
         return self._sha256([part.sketch for part in self.parts])
 
     def _sha256(self, hashes: list[str]) -> str:
@@ -128,5 +128,5 @@ class Composed(ABC):
         return self.parts[part].describe(inner)
 
     def under_way(self) -> str:
-        """Return where a read is under way, or ""."""
+        """Return the position of a read in progress, or ""."""
         return next(filter(None, (part.under_way() for part in self.parts)), "")

@@ -16,8 +16,8 @@ def replacing(path: str, ours: Ours = anybody) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` on success and is removed on failure.
 
     Its name cannot be guessed and it is new, so that no existing file is written through. ours:
-    whether what is at `path` may be replaced (training/files/owned.py); FileExistsError where it
-    may not.
+    whether an existing `path` may be replaced (training/files/owned.py). Raises FileExistsError if
+    it may not.
     """
     check(Path(path), ours)
     temporary = f"{path}.{secrets.token_hex(8)}.tmp"

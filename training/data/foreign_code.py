@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokenizers share: how their files are read, and calls of libraries in other languages."""
+"""Read the files of tokenizers, and call their libraries in other languages safely."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ LARGEST = 1 << 27  # bytes of a tokenizer's file
 
 
 def read_model(path: str, flag: str = "--tokenizer-model") -> bytes:
-    """Return a tokenizer's file. Raises ValueError naming the flag."""
+    """Return the bytes of a tokenizer's file. Raises ValueError naming the flag."""
     try:
         return read_plain(path, LARGEST)
     except OSError as error:
@@ -22,7 +22,7 @@ def read_model(path: str, flag: str = "--tokenizer-model") -> bytes:
 
 
 def begin(tokenizer: Any, wanted: bool) -> list[int]:
-    """Return [bos] where it is wanted. Raises ValueError for a tokenizer without one."""
+    """Return [bos] if it is wanted, else []. Raises ValueError for a tokenizer without one."""
     if not wanted:
         return []
     if tokenizer.bos is None:
@@ -32,10 +32,10 @@ def begin(tokenizer: Any, wanted: bool) -> list[int]:
 
 @contextmanager
 def calling(what: str, mute: bool = False) -> Iterator[None]:
-    """Raise ValueError, beginning with `what`, where the block's calls fail.
+    """Raise ValueError, beginning with `what`, if the block's calls fail.
 
-    The libraries raise plain Exceptions, and where Rust panics a BaseException. mute: keep what
-    they print meanwhile, a panic's backtrace, off the terminal; for the start of a process only.
+    The libraries raise plain Exceptions, and a BaseException if Rust panics. mute: suppress stderr
+    meanwhile, such as a panic's backtrace; for the start of a process only.
     """
     saved_stderr = os.dup(2) if mute else -1
     try:

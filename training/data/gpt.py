@@ -27,7 +27,7 @@ from training.data.sample_index import sample_index
 
 CACHE_FROM = 4096  # entries; building a smaller index is faster than reading it
 EPOCHS_CACHED = 4
-Piece = tuple[int, int, int]  # of a document: which one, from which token on, how many
+Piece = tuple[int, int, int]  # (document, first token in it, number of tokens)
 
 
 class Epoch(NamedTuple):
@@ -41,8 +41,8 @@ class Epoch(NamedTuple):
 class GPTDataset:
     """The endless, shuffled samples of a range of documents of one file, and of its loss mask.
 
-    Raises ValueError when the range has no tokens; sample() raises DataError where the file was
-    changed since it was opened.
+    Raises ValueError if the range has no tokens; sample() raises DataError if the file was changed
+    since it was opened.
     """
 
     length = None  # endless
@@ -86,18 +86,18 @@ class GPTDataset:
 
     @property
     def corpus(self) -> str:
-        """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
+        """Return a SHA-256 of the data and how it is cut: `digest` without the seed."""
         facts = {key: value for key, value in self._facts.items() if key != "seed"}
         return FULL_DIGEST + _sha256({**facts, **self._identity()})
 
     @property
     def sketch(self) -> str:
-        """Return the corpus as older checkpoints know it, by 64 blocks of the file."""
+        """Return the corpus digest of older checkpoints, which covers 64 blocks of the file."""
         facts = {key: value for key, value in self._facts.items() if key != "seed"}
         return _sha256(facts if self._mask is None else {**facts, "loss_mask": self._mask.sketch})
 
     def _identity(self) -> dict[str, object]:
-        """Return what every token, and every value of the mask, decides."""
+        """Return the digests of every token, and of every value of the mask."""
         mask = {} if self._mask is None else {"loss_mask": self._mask.digest}
         return {"data": self._data.digest, **mask}
 
@@ -105,7 +105,7 @@ class GPTDataset:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         out = np.empty(self.seq_length + 1, np.int64)
         _fill(out, self._pieces(i), self._data.read)
-        self._data.check()  # after the reads: what was read is what was there at the start
+        self._data.check()  # after the reads, so that it finds a change before or during them
         return out
 
     def loss_mask(self, i: int) -> np.ndarray:
@@ -113,7 +113,7 @@ class GPTDataset:
         return self._counted(self._pieces(i))
 
     def _counted(self, pieces: Iterable[Piece]) -> np.ndarray:
-        """Return what the mask says of pieces, bool [seq_length + 1]; False after the last one."""
+        """Return the loss mask of pieces, bool [seq_length + 1]; False after the last one."""
         if self._mask is None:
             return np.ones(self.seq_length + 1, bool)
         out = np.zeros(self.seq_length + 1, bool)
@@ -122,7 +122,7 @@ class GPTDataset:
         return out
 
     def _pieces(self, i: int) -> Iterator[Piece]:
-        """Yield the pieces of documents that are sample i."""
+        """Yield the pieces of documents that make up sample i."""
         epoch, place, offset = self._start(i)
         left = self.seq_length + 1
         while left:
@@ -146,7 +146,7 @@ class GPTDataset:
         return f"{self.name}: document {document}, from token {offset} on"
 
     def under_way(self) -> str:
-        """Return the file and the byte of the longest read under way, or ""."""
+        """Return the file and the byte of the longest read in progress, or ""."""
         return self._data.under_way() or (self._mask.under_way() if self._mask else "")
 
     def place_in_order(self, i: int) -> tuple[int, int]:
@@ -173,11 +173,11 @@ class GPTDataset:
         return out
 
     def loss_mask_in_order(self, i: int) -> np.ndarray:
-        """Return for the tokens of in_order(i) whether they count in the loss: bool."""
+        """Return whether the tokens of in_order(i) count in the loss, bool [seq_length + 1]."""
         return self._counted(self._pieces_in_order(i))
 
     def _pieces_in_order(self, i: int) -> Iterator[Piece]:
-        """Yield the pieces of documents that are in_order(i)."""
+        """Yield the pieces of documents that make up in_order(i)."""
         document, offset = self.place_in_order(i)
         left = self.seq_length + 1
         while left and document < self._documents.stop:

@@ -10,7 +10,7 @@ from training.data.token_texts import texts_of
 
 
 class GPT2BPETokenizer:
-    """The ids are those of transformers' GPT-2; <|endoftext|> ends a document."""
+    """GPT-2's tokenizer, with the ids of transformers; <|endoftext|> ends a document."""
 
     EOD = "<|endoftext|>"
 
@@ -46,7 +46,7 @@ class GPT2BPETokenizer:
             return self._model.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, <|endoftext|> written out."""
+        """Return the text of ids, including <|endoftext|>."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def texts(self) -> list[bytes]:

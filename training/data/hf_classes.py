@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make of a tokenizer.json what transformers.AutoTokenizer makes of it (version 5), without it.
+"""Build the tokenizer that transformers.AutoTokenizer (version 5) builds, without transformers.
 
-Two things besides tokenizer.json decide the ids there. The class that tokenizer_config.json names
-(or config.json, by its model_type) may normalize and cut texts in a way of its own, whatever the
-file says. And tokens are added that only tokenizer_config.json, special_tokens_map.json or
-added_tokens.json has, in the order of transformers' TokenizersBackend, which gives them their ids.
+Two things besides tokenizer.json determine its ids. The class that tokenizer_config.json names
+(or config.json, by its model_type) may normalize and cut texts in its own way, whatever
+tokenizer.json specifies. And tokens that only tokenizer_config.json, special_tokens_map.json or
+added_tokens.json has are added, in the order of transformers' TokenizersBackend, which determines
+their ids.
 """
 
 import json
@@ -32,7 +33,9 @@ Pipeline = tuple[Any, Any, Any]  # normalizer, pre-tokenizer, decoder
 
 
 def _byte_level(config: Mapping[str, Any], normalizer: Any = None, first: Any = None) -> Pipeline:
-    """Return GPT-2's bytes. first: a pre-tokenizer that cuts before; a Split cuts instead."""
+    """Return GPT-2's byte-level pipeline. first: a pre-tokenizer before it; a Split replaces its
+    own cuts.
+    """
     from tokenizers import decoders, pre_tokenizers
 
     space, cuts = bool(config.get("add_prefix_space")), isinstance(first, pre_tokenizers.Split)
@@ -94,7 +97,7 @@ class Built:
     pipeline: Callable[[Mapping[str, Any]], Pipeline]
     tokens: Mapping[str, str | None]  # tokens that tokenizer_config.json may leave out
     byte_fallback: bool = False  # and fused unknown pieces, as in SentencePiece
-    unk: bool = False  # unknown text becomes unk_token; else it is lost
+    unk: bool = False  # unknown text becomes unk_token; else it is dropped
     starts: str | None = None  # first token of its own post-processor
     again: str | None = None  # adds its special tokens again, as "added" or as "special" ones
 
@@ -186,17 +189,17 @@ _KINDS = {
 MODEL_TYPES = {name.lower(): name for name in OTHERS}
 MODEL_TYPES |= {kind: name for name, kinds in _KINDS.items() for kind in kinds.split()}
 FORCED = """qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp hyperclovax_vision_v2
-    siglip2""".split()  # whatever the tokenizer says
+    siglip2""".split()  # even if the tokenizer names another class
 
 
 def class_of(
     config: Mapping[str, Any], model: Mapping[str, Any], byte_level: bool, where: str
 ) -> str:
-    """Return the class that transformers.AutoTokenizer takes, "" for a tokenizer.json as it is.
+    """Return the class that transformers.AutoTokenizer uses, "" for a tokenizer.json as it is.
 
-    config, model: tokenizer_config.json and config.json. byte_level: "ByteLevel" is somewhere in
+    config, model: tokenizer_config.json and config.json. byte_level: whether "ByteLevel" is in
     tokenizer.json. Raises ValueError, which begins with `where`, for a class of OTHERS, for code
-    that comes with the tokenizer, and for files that stand in place of tokenizer.json.
+    that comes with the tokenizer, and for files that replace tokenizer.json.
     """
     stated = config.get("tokenizer_class") or model.get("tokenizer_class") or ""
     kind, name = model.get("model_type"), str(stated).removesuffix("Fast")
@@ -234,7 +237,7 @@ def class_of(
 
 
 def _as_it_is(kind: Any) -> str:
-    """Return how a tokenizer.json is read without rules of a class; kind: the model_type."""
+    """Return advice on reading tokenizer.json without a class's rules; kind: the model_type."""
     apart = f", in a folder without this config.json (model_type {kind})" if kind in FORCED else ""
     return (
         f"with PreTrainedTokenizerFast in its place{apart}, tokenizer.json is read as it is, by "
@@ -245,10 +248,11 @@ def _as_it_is(kind: Any) -> str:
 def built(
     raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str, kind: Any = None
 ) -> Any:
-    """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens.
+    """Return the tokenizers.Tokenizer that a class builds on a file's vocabulary, without added
+    tokens.
 
-    raw: the file's tokenizer, whose model is used on. unk: the files' unk_token, "" where it is the
-    class's. kind: the model_type. Raises ValueError, which begins with `where`.
+    raw: the file's tokenizer, whose model is reused. unk: the files' unk_token, "" for the class's.
+    kind: the model_type. Raises ValueError, which begins with `where`.
     """
     from tokenizers import Tokenizer, models
 
@@ -290,9 +294,10 @@ OPTIONS = (*UNKNOWN, "byte_fallback", "ignore_merges", "continuing_subword_prefi
 
 
 def cuts(model: Any) -> dict[str, Any]:
-    """Return what gives a text its ids in a tokenizers.Tokenizer, besides vocabulary and merges.
+    """Return the settings of a tokenizers.Tokenizer that determine ids, besides the vocabulary.
 
-    It is the same however files spell it: what only moves offsets is left out, and what is off.
+    The result does not depend on how files spell them: settings that are off, or only affect
+    offsets, are left out. The merges are not part of it either.
     """
     options = {key: getattr(model.model, key, None) for key in OPTIONS}
     parts = {part: getattr(model, part) for part in ("normalizer", "pre_tokenizer")}
@@ -301,14 +306,14 @@ def cuts(model: Any) -> dict[str, Any]:
     if (fallback or "ByteLevel" in str(states)) and _has_bytes(model.model, fallback):
         options |= dict.fromkeys(UNKNOWN)
     tokens, split = model.get_added_tokens_decoder(), model.encode_special_tokens
-    flags = FLAGS if split else FLAGS[:-1]  # where they are found in a text
+    flags = FLAGS if split else FLAGS[:-1]  # that determine matches in a text
     added = [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
     found: dict[str, Any] = stated({**options, **states, "split_special_tokens": split})
     return {**found, "added_tokens": added}
 
 
 def stated(value: Any) -> Any:
-    """Return a JSON value without fields that are off or move offsets."""
+    """Return a JSON value without fields that are off or only affect offsets."""
     if isinstance(value, dict):
         fields = value.items()
         return {k: stated(v) for k, v in fields if v not in ("", None) and v is not False
@@ -341,7 +346,7 @@ def token_of(value: Any, where: str, **more: bool) -> Any:
 
 @dataclass(frozen=True)
 class Notes:
-    """What files next to tokenizer.json say, {} where one is not there.
+    """The contents of the files next to tokenizer.json, {} for a missing one.
 
     paths: those of tokenizer_config.json, special_tokens_map.json and added_tokens.json.
     """
@@ -356,10 +361,10 @@ class Notes:
     def tokens(self) -> tuple[dict[str, Any], list[Any], list[Any]]:
         """Return the tokens by their names, the special ones without a name, and those with an id.
 
-        Each is a str or an AddedToken; those by name are None where the file has null, and those
-        with an id are in its order. The steps are transformers', in their order: DECODER in
-        tokenizer_config.json stands in place of the two older files and of tokenizer.json's own,
-        and special_tokens_map.json counts before tokenizer_config.json. Raises ValueError.
+        Each is a str or an AddedToken; one with a name is None if the file has null, and those with
+        an id are sorted by it. The steps and their order are transformers': DECODER in
+        tokenizer_config.json replaces the two older files and tokenizer.json's own tokens, and
+        special_tokens_map.json has priority over tokenizer_config.json. Raises ValueError.
         """
         path = self.paths[0]
         init: dict[str, Any] = {}
@@ -398,8 +403,8 @@ class Notes:
         return [(int(key), token_of(listed[key], f"{where}: {key}")) for key in listed]
 
     def _older(self, init: dict[str, Any], by_name: dict[str, Any]) -> list[tuple[int, Any]]:
-        """Take special_tokens_map.json into the arguments of `tokens`, and return the ids and
-        AddedTokens of added_tokens.json and tokenizer.json. Of an id the last one counts.
+        """Merge special_tokens_map.json into `init` and `by_name`, and return the ids and
+        AddedTokens of added_tokens.json and tokenizer.json. The last one with an id counts.
         """
         from tokenizers import AddedToken
 
@@ -442,10 +447,10 @@ def _special(value: Any, where: str) -> Any:
 
 
 def add_tokens(made: Any, name: str, notes: Notes) -> dict[str, str]:
-    """Add the tokens of all files to a tokenizers.Tokenizer; return the texts of named ones.
+    """Add the tokens of all files to a tokenizers.Tokenizer; return {name: text} of named ones.
 
-    name: of its class. The library gives a token that it does not know the next id, whatever id a
-    file has for it; so the order is transformers'.
+    name: its class. The library gives a new token the next id, whatever id a file has for it, so
+    tokens are added in the order of transformers.
     """
     from tokenizers import AddedToken
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a tokenizer.json of Hugging Face, and what is next to it about its special tokens."""
+"""Read a Hugging Face tokenizer.json, and the files next to it that define special tokens."""
 
 import hashlib
 import json
@@ -25,17 +25,17 @@ from training.data.tik_tokenizer import LLAMA3, is_ranks
 from training.data.token_texts import texts_of
 from training.files.untrusted import parse_json
 
-IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
+IDS = "ids:"  # prefix of a digest that covers everything that determines ids, and nothing else
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 ADDED, MODEL = "added_tokens.json", "config.json"
 
 
 class HuggingFaceTokenizer:
-    """Read a tokenizer.json, or the one in a folder, with what other files there say about it.
+    """Read a tokenizer.json, or the one in a folder, and the files next to it.
 
     The ids are those of transformers.AutoTokenizer (version 5). bos and eod are its bos_token and
-    eos_token; where no file names one, the special token with one of the names in BOS or EOD, if
-    there is one and no second.
+    eos_token; if no file names one, it is the special token with one of the names in BOS or EOD,
+    provided that there is exactly one.
     """
 
     BOS = ("<|begin_of_text|>", "<s>", "<bos>")
@@ -88,13 +88,13 @@ class HuggingFaceTokenizer:
         if kind and (starts := BUILT[kind].starts) is not None:
             begun = [self._model.token_to_id(named.get(starts, ""))]
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
-        # bos as earlier versions read it, who took a piece of text for it too
+        # bos as in earlier versions, which also took a token that is not special
         first = content(config.get("bos_token") or special.get("bos_token"))
         ids = (raw.token_to_id(text) for text in ([first] if first is not None else self.BOS))
         self._bos = next((i for i in ids if i is not None), None)
 
     def _in_same_folder(self, path: str, name: str) -> tuple[str, bytes, dict[str, Any]]:
-        """Return a file next to tokenizer.json: its path, its bytes, its object, {} without it."""
+        """Return the path, bytes and object of a file next to tokenizer.json, {} without it."""
         other, data = os.path.join(os.path.dirname(path), name), b"{}"
         if os.path.exists(other):
             data = read_model(other)
@@ -104,7 +104,7 @@ class HuggingFaceTokenizer:
         return other, data, found
 
     def _parsed(self) -> dict[str, Any]:
-        """Return tokenizer.json, {} where the library alone reads it."""
+        """Return the object in tokenizer.json, {} if only the library can parse it."""
         try:
             found: dict[str, Any] = json.loads(self._bytes)
         except ValueError:
@@ -112,13 +112,13 @@ class HuggingFaceTokenizer:
         return found
 
     def _listed(self) -> list[dict[str, Any]]:
-        """Return the file's added_tokens; a large vocabulary next to them takes long to parse."""
+        """Return the file's added_tokens, without parsing its vocabulary, which takes long."""
         at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', self._bytes)
         try:
             text = self._bytes[at.end() :].decode() if at else "[]"
             listed: list[dict[str, Any]] = json.JSONDecoder().raw_decode(text)[0]
         except ValueError:
-            return []  # the library alone reads it
+            return []  # only the library can parse it
         return listed
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
             return begin(self, bos) + self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens written out."""
+        """Return the text of ids, including special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def texts(self) -> list[bytes]:
@@ -135,20 +135,20 @@ class HuggingFaceTokenizer:
         return texts_of(self._model, self.vocab_size, self.bos, self.eod)
 
     def digest(self) -> str:
-        """Return IDS and a SHA-256 of what changes a token id.
+        """Return IDS and a SHA-256 of everything that determines token ids.
 
         That is the vocabulary, how a text is normalized and cut, and which ids begin and end a
-        document, as they are in use: a folder that transformers saved again has the same digest
-        where it gives the same ids. The chat template, the lengths for truncation and the
+        document, all in their effective form: a folder that transformers saved again has the same
+        digest if it gives the same ids. The chat template, the lengths for truncation and the
         spelling of the JSON are not part of it.
         """
         return self.digests()[0]
 
     def digests(self) -> list[str]:
-        """Return `digest`, and what earlier versions had in its place, if the ids are the same.
+        """Return `digest`, and those of earlier versions if they would give the same ids.
 
-        They read tokenizer.json alone, and covered how it was spelt; the oldest covered all of
-        tokenizer_config.json too.
+        Earlier versions read tokenizer.json alone, and their digests depend on its spelling; the
+        oldest also depends on all of tokenizer_config.json.
         """
         file = self._parsed()
         older = hashlib.sha256(self._bytes + self._config).hexdigest()
@@ -180,7 +180,7 @@ class HuggingFaceTokenizer:
 
 
 def _others(folder: str) -> str:
-    """Return which other files of a tokenizer a folder has, and what reads them, "" without any."""
+    """Return the other tokenizer files in a folder and the flags that read them, "" if none."""
     there = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
     pair = ("vocab.json", "merges.txt")
     kinds = (*pair, "vocab.txt", "tekken.json")

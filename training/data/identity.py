@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell one corpus from another by every token of it, as fast as the disk gives them.
+"""Identify a corpus by a digest of every token, computed at the speed of the disk.
 
 The digest is the XXH3-128 of token type, counts, all lengths, and the XXH3-128 of each 64 MiB of
-the .bin. XXH3 is no defence against somebody who makes two files of one digest on purpose.
+the .bin. XXH3 does not protect against two files made to have the same digest.
 """
 
 import os
@@ -21,7 +21,7 @@ PART, READ = 64 << 20, 4 << 20  # bytes of one digest, and of one read
 CACHE_FROM = 256 << 20  # bytes; a smaller file is hashed in a moment
 THREADS = 8  # at most
 QUIET = 5.0  # seconds before progress is reported, and between two lines of it
-SLOW = 50e6  # bytes a second that another process hashes at least
+SLOW = 50e6  # bytes per second, the least that is assumed of another process
 
 
 def full_digest(
@@ -33,8 +33,8 @@ def full_digest(
 ) -> str:
     """Return the digest of a corpus file, 32 hex digits, from the cache if it is there.
 
-    stamps: the names, sizes and times under which the cache keeps it. Of the processes that share
-    a cache one computes, and the others wait. Raises DataError where the file is cut short.
+    stamps: the names, sizes and times that are its key in the cache. One of the processes that
+    share a cache computes it, and the others wait. Raises DataError if the file was truncated.
     """
     if cache is None:
         cache = IndexCache("", print)

@@ -14,7 +14,7 @@
                 i8[n]    modes (optional, multimodal files only; not used here)
 
 As in Megatron, training cuts samples out of *sequences*; files made for pretraining hold exactly
-one sequence per document, so the rest of this package says document.
+one sequence per document, so the rest of this package calls them documents.
 """
 
 import hashlib
@@ -47,8 +47,8 @@ TOKEN_TYPES = {
 }
 BLOCK = 1 << 20  # sequences checked at a time, a multiple of STRIDE
 MOST = (1 << 31) - 1  # sequences of a file
-WHOLE = 1 << 32  # bytes of a file that is read again to see whether it is the same
-STRIDE, MANY = 8, 1 << 24  # of more sequences than MANY, every 8th start is kept
+WHOLE = 1 << 32  # bytes: a larger file is not reread as a whole to see whether it changed
+STRIDE, MANY = 8, 1 << 24  # from MANY sequences on, only every STRIDE-th start is kept
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -59,10 +59,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedTokens:
     """Read one `.bin`/`.idx` pair, after a check that the two agree; threads may share it.
 
-    `lengths[i]` is the length of sequence i in tokens, `count` the number of all tokens. Of the
-    index 12 bytes a sequence stay in memory, 5 where it has many; tokens are read when asked for.
-    `cache` keeps `digest`.
-    Raises ValueError naming the file and the field when the pair is damaged or missing.
+    `lengths[i]` is the length of sequence i in tokens, `count` the number of all tokens. The index
+    takes 12 bytes of memory per sequence, 5 if there are many; tokens are read on demand. `cache`
+    keeps `digest`. Raises ValueError naming the file and the field if the pair is damaged or
+    missing.
     """
 
     def __init__(self, prefix: str, cache: IndexCache | None = None) -> None:
@@ -74,7 +74,7 @@ class IndexedTokens:
         self.lengths = np.empty(n, "<i4")
         index.fill(self.lengths, HEADER.size)
         self._stride = 1 if n < MANY else STRIDE
-        self._starts = np.empty(-(-n // self._stride), np.int64)  # first token of every so many
+        self._starts = np.empty(-(-n // self._stride), np.int64)  # first token of every _stride-th
         self._check_sequences(index)
         self._check_documents(index, HEADER.size + 12 * n, m)
         index.check()
@@ -87,7 +87,7 @@ class IndexedTokens:
 
     @property
     def owner(self) -> int:
-        """Return the number of the user to whom the tokens belong."""
+        """Return the id of the user who owns the .bin."""
         return self._bin.owner
 
     @property
@@ -107,16 +107,16 @@ class IndexedTokens:
     def read(self, sequence: int, offset: int, count: int) -> np.ndarray:
         """Return `count` tokens of a sequence, from token `offset` on.
 
-        Raises DataError where the file does not hold them any more. check() tells whether it was
+        Raises DataError if the file does not hold them any more. check() detects whether it was
         written to meanwhile.
         """
         assert 0 <= offset and offset + count <= self.lengths[sequence]
         return self._tokens(self._first(sequence) + offset, count)
 
     def holds_only(self, token: int | None, sequences: range) -> bool:
-        """Return whether consecutive sequences have this token alone; read up to the first other.
+        """Return whether consecutive sequences hold no other token; read up to the first other.
 
-        Sequences without a token have.
+        True if they are empty.
         """
         at = self._first(sequences.start) if sequences else 0
         end = at + int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
@@ -128,22 +128,22 @@ class IndexedTokens:
         return True
 
     def occurrences(self, token: int) -> int:
-        """Return how many of all tokens are this one, read now."""
+        """Return the number of occurrences of a token in the file, read now."""
         blocks = (
             self._tokens(at, min(BLOCK, self.count - at)) for at in range(0, self.count, BLOCK)
         )
         return sum(int(np.count_nonzero(block == token)) for block in blocks)
 
     def check(self) -> None:
-        """Raise DataError where the tokens were written to, or cut, since they were opened.
+        """Raise DataError if the tokens were written to, or truncated, since they were opened.
 
-        Where only the file's status is another than it was, its tokens are compared: all of them,
-        of a file above WHOLE those that `sketch` knows. The next start compares all.
+        If only the file's ctime changed, its tokens are compared: all of them if `digest` is known
+        and the file has at most WHOLE bytes, else those of `sketch`. The next start compares all.
         """
         self._bin.check(self._same_tokens)
 
     def under_way(self) -> str:
-        """Return the file and the byte of the longest read under way, or ""."""
+        """Return the file and the byte of the longest read in progress, or ""."""
         return self._bin.under_way()
 
     @cached_property
@@ -160,7 +160,7 @@ class IndexedTokens:
 
     @cached_property
     def sketch(self) -> str:
-        """Return a SHA-256 of every length and of 64 blocks of tokens, which knew files before."""
+        """Return a SHA-256 of every length and of 64 blocks of tokens, as in older checkpoints."""
         return self._sketch()
 
     def _sketch(self) -> str:
@@ -173,7 +173,7 @@ class IndexedTokens:
 
     @property
     def probe(self) -> str:
-        """Return an XXH3-128 of the number of tokens and of 64 blocks of them, of any type."""
+        """Return an XXH3-128 of the number of tokens and 64 blocks of them, whatever their type."""
         return self._blocks[0]
 
     @cached_property
@@ -186,7 +186,7 @@ class IndexedTokens:
         return found.hexdigest(), edges
 
     def holds_tokens_of(self, other: "IndexedTokens") -> bool:
-        """Return whether all tokens are another file's, whatever their types and documents."""
+        """Return whether another file has the same tokens, whatever their types and documents."""
         parts = ((at, min(BLOCK, self.count - at)) for at in range(0, self.count, BLOCK))
         return self.count == other.count and all(
             np.array_equal(self._tokens(*part), other._tokens(*part)) for part in parts
@@ -194,12 +194,12 @@ class IndexedTokens:
 
     @property
     def range_of_ids(self) -> tuple[int, int]:
-        """Return the least and the greatest id of 64 blocks; (0, 0) of a file without tokens."""
+        """Return the least and the greatest id of 64 blocks; (0, 0) for a file without tokens."""
         _, found = self._blocks
         return min(found, default=0), max(found, default=0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError where one of 64 blocks of the file has ids outside the vocabulary."""
+        """Raise ValueError if one of 64 blocks of the file has ids outside the vocabulary."""
         least, greatest = self.range_of_ids
         if self.count and (least < 0 or greatest >= vocab_size):
             self._refuse(
@@ -210,13 +210,13 @@ class IndexedTokens:
             )
 
     def _same_tokens(self) -> bool:
-        """Return whether the file holds the tokens that it held when they were first looked at."""
+        """Return whether the file still has the tokens of `digest`, or else those of `sketch`."""
         if "digest" in self.__dict__ and self._bin.size <= WHOLE:
             return full_digest(self._bin, self.lengths, self.dtype.str, {}, None) == self.digest
         return self._sketch() == self.sketch
 
     def _first(self, sequence: int) -> int:
-        """Return the place of a sequence's first token among all."""
+        """Return the index of a sequence's first token among all tokens."""
         first = int(self._starts[sequence // self._stride])
         if rest := sequence % self._stride:
             first += sum(self.lengths[sequence - rest : sequence].tolist())
@@ -258,7 +258,7 @@ class IndexedTokens:
         return TOKEN_TYPES[code], n, m
 
     def _check_sequences(self, index: WatchedFile) -> None:
-        """Refuse negative lengths, and sequences that do not fill the .bin without a gap."""
+        """Raise ValueError for negative lengths, or sequences that do not fill the .bin exactly."""
         end, width = 0, self.dtype.itemsize  # end < bin size + BLOCK * 2**31 * 8: no overflow
         for first in range(0, len(self), BLOCK):
             lengths = self.lengths[first : first + BLOCK].astype(np.int64)
@@ -289,7 +289,7 @@ class IndexedTokens:
             )
 
     def _check_documents(self, index: WatchedFile, at: int, count: int) -> None:
-        """Refuse document indices that do not climb from 0 to the number of sequences."""
+        """Raise ValueError unless document indices increase from 0 to the number of sequences."""
         last = 0
         for first in range(0, count, BLOCK):
             indices = np.empty(min(BLOCK, count - first), "<i8")
@@ -308,7 +308,8 @@ class IndexedTokens:
 class IndexedWriter:
     """Write one `.bin`/`.idx` pair; both files appear, complete, when the `with` block succeeds.
 
-    record: of the tokenizer (training/data/made_with.py), written to PREFIX.json before the index.
+    record: that of the tokenizer (training/data/made_with.py), written to PREFIX.json before the
+    index.
     A block that raises leaves existing files as they were. Raises ValueError for a token outside
     the range of the type.
     """

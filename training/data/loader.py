@@ -27,11 +27,12 @@ AHEAD = 4  # micro-batches prepared ahead, for each worker
 class Loader:
     """Return this rank's micro-batches of each global batch.
 
-    `workers` threads read ahead (file reads and copies release Python's lock); with 0, batches are
-    made when asked for, and with None as many are started as the reads are measured to need, which
-    `report` tells. An error in a worker is raised by the call that needs its batch, a batch that is
-    not there after `timeout` seconds (0: never) by DataError. context: this rank among its
-    context-parallel ranks, and their number. text: counts the bytes of text of each batch.
+    `workers` threads prefetch batches (file reads and copies release the GIL); with 0, batches are
+    made on demand, and with None the number of threads is adapted to the measured read times and
+    reported by `report`. An error in a worker is raised by the call that needs its batch. A batch
+    that takes longer than `timeout` seconds (0: no limit) raises DataError. context: this rank
+    among its context-parallel ranks, and their number. text: counts the bytes of text of each
+    batch.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Loader:
         return batches
 
     def _tell_masked(self, consumed: int, size: int) -> None:
-        """Report a global batch without a token that counts: the 1st, 2nd, 4th, 8th, ... one.
+        """Report the 1st, 2nd, 4th, 8th, ... global batch without a token that counts in the loss.
 
-        This rank's part has none; the other ranks' are read, too.
+        This rank's part has none; the parts of the other ranks are read to check them.
         """
         for i in range(consumed, consumed + size):
             rows, counted = self._samples(range(i, i + 1))
@@ -126,7 +127,7 @@ class Loader:
             )
 
     def _wait(self, ahead: Future[Batch]) -> Batch:
-        """Return a batch. Raises DataError, with the file and the byte, where it does not come."""
+        """Return a prefetched batch. Raises DataError, with file and byte, after the timeout."""
         try:
             return ahead.result(self._timeout or None)
         except TimeoutError:
@@ -137,7 +138,7 @@ class Loader:
             ) from None
 
     def _measure(self, reads: int, step_seconds: float) -> None:
-        """Start more threads where `reads` micro-batches take longer than a step."""
+        """Start more threads if `reads` micro-batches take longer than a step."""
         assert self._pool is not None
         seconds, before = self._pool.seconds, self._workers
         wanted = wanted_workers(seconds, reads, step_seconds) if seconds else before
@@ -153,7 +154,8 @@ class Loader:
     def global_batches(self, count: int, global_batch_size: int) -> Iterator[list[Batch]]:
         """Yield the first `count` global batches, the same in every evaluation.
 
-        Of a dataset that ends, all of them: the last one is filled up with tokens without a loss.
+        If the dataset is not endless, yield all of them; the last one is padded with tokens that
+        do not count in the loss.
         """
         if (length := self.dataset.length) is not None:
             count = -(-length // global_batch_size)
@@ -198,7 +200,7 @@ class Loader:
         return context_part(batch, *self._context)
 
     def _samples(self, which: range) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return samples, int64 [b, s + 1], and of masked data which of their tokens count."""
+        """Return samples, int64 [b, s + 1], and for masked data which of their tokens count."""
         rows = np.stack([self.dataset.sample(i) for i in which])
         if not self.dataset.masked:
             return rows, None

@@ -2,8 +2,8 @@
 """Read which tokens of a pair count in the loss: PREFIX.loss_mask.bin and .idx beside PREFIX.bin.
 
 The mask is a pair of Megatron's format, too: documents of the same lengths, and for each token 1
-where its prediction counts and 0 where it does not, as uint8. PREFIX.json has the digest of the
-mask, so that a mask of other tokens, or none, is not taken for it (training/data/made_with.py).
+if its prediction counts and 0 if it does not, as uint8. PREFIX.json has the digest of the mask, so
+that a mask of other tokens, or a missing one, is detected (training/data/made_with.py).
 """
 
 import os
@@ -28,7 +28,7 @@ AGAIN = "make the pair again by tools/preprocess_data.py --loss-on"
 class LossMask:
     """The mask of a pair of tokens; threads may share it. cache: keeps `digest`.
 
-    Raises ValueError naming the file where it is damaged, or not a mask of these tokens.
+    Raises ValueError naming the file if it is damaged, or not a mask of these tokens.
     """
 
     def __init__(self, tokens: IndexedTokens, cache: IndexCache | None = None) -> None:
@@ -54,7 +54,7 @@ class LossMask:
 
     @property
     def digest(self) -> str:
-        """Return an XXH3-128 of every length and every value, as a pair's."""
+        """Return an XXH3-128 of every length and every value, as for a pair of tokens."""
         return self._file.digest
 
     @property
@@ -63,9 +63,9 @@ class LossMask:
         return self._file.sketch
 
     def read(self, document: int, offset: int, count: int) -> np.ndarray:
-        """Return for `count` tokens of a document, from `offset` on, whether they count: bool.
+        """Return whether `count` tokens of a document, from `offset` on, count: bool [count].
 
-        Raises DataError where the file does not hold them any more, or other values than 0 and 1.
+        Raises DataError if the file does not hold them any more, or other values than 0 and 1.
         """
         values = self._file.read(document, offset, count)
         if count and values.max() > 1:
@@ -80,11 +80,11 @@ class LossMask:
         return self._file.holds_only(0, documents)
 
     def check(self) -> None:
-        """Raise DataError where the mask was written to, or cut, since it was opened."""
+        """Raise DataError if the mask was written to, or truncated, since it was opened."""
         self._file.check()
 
     def under_way(self) -> str:
-        """Return the file and the byte of the longest read under way, or ""."""
+        """Return the file and the byte of the longest read in progress, or ""."""
         return self._file.under_way()
 
     def _refuse(self, end: str, why: str) -> NoReturn:
@@ -92,8 +92,8 @@ class LossMask:
 
 
 def is_masked(config: "Config") -> bool:
-    """Return whether a run leaves tokens out of the loss that it trains on: --eod-mask-loss does,
-    and a mask beside a pair, which is looked for by its name alone.
+    """Return whether a run leaves training tokens out of the loss: by --eod-mask-loss, or by a mask
+    beside a pair, which is detected by its file name alone.
     """
     data, stages = config.data, [stage.train_data_path for stage in config.stages]
     blends = [paths for paths in (data.data_path, data.train_data_path, *stages) if paths]
@@ -104,10 +104,10 @@ def is_masked(config: "Config") -> bool:
 def find_loss_mask(
     prefix: str, tokens: IndexedTokens, record: Record | None, cache: IndexCache | None = None
 ) -> LossMask | None:
-    """Return the mask beside a pair, None where there is none.
+    """Return the mask beside a pair, None if there is none.
 
-    prefix: the pair's, of which `tokens` may be a copy. record: what PREFIX.json says, None where
-    it says nothing. Raises ValueError, naming the file, for a mask that is not the pair's.
+    prefix: the pair's, of which `tokens` may be a copy. record: the pair's record in PREFIX.json,
+    None without one. Raises ValueError, naming the file, for a mask that is not the pair's.
     """
     named = record and record.get("loss_mask")
     if not any(os.path.lexists(tokens.prefix + end) for end in ENDS):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say beside a .bin/.idx pair which tokenizer made it, and refuse a pair of another one.
+"""Record beside a .bin/.idx pair which tokenizer made it, and refuse a pair of another one.
 
 PREFIX.json has the tokenizer's type, its digest (`Tokenizer.digest`), the size of its vocabulary
-and the id that ends each document, and documents, tokens and lengths of the pair that it is of.
-tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does. Where the loss is on a
-part of the tokens, it has the digest of the mask too, and which texts count.
+and the id that ends each document, and the numbers of documents and tokens and a digest of the
+lengths of its pair. tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does. If
+only a part of the tokens counts in the loss, it also has the digest of the mask, and which texts
+count.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ is_record = json_with("format", *FIELDS)
 
 
 def record_of(tokenizer: Tokenizer, eod: int | None) -> Record:
-    """Return what is recorded of a tokenizer; eod: the id that was put after each document."""
+    """Return the record of a tokenizer. eod: the id that was put after each document."""
     return {
         "format": FORMAT,
         "tokenizer_type": tokenizer.name,
@@ -46,7 +47,7 @@ def record_of(tokenizer: Tokenizer, eod: int | None) -> Record:
 
 
 def facts_of(lengths: np.ndarray) -> Record:
-    """Return what is recorded of a pair; lengths: int32, of its documents."""
+    """Return the record of a pair. lengths: int32, those of its documents."""
     digest = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(lengths, "<i4").data)
     tokens = int(lengths.sum(dtype=np.int64))
     return {"documents": len(lengths), "tokens": tokens, "lengths": digest}
@@ -55,20 +56,20 @@ def facts_of(lengths: np.ndarray) -> Record:
 class MadeWith:
     """Compare a run's pairs with its tokenizer.
 
-    named: the tokenizer by its flags, for messages. ends: the run looks for the ends of documents.
+    named: the tokenizer by its flags, for messages. ends: whether the run uses ends of documents.
     """
 
     def __init__(self, tokenizer: Tokenizer, named: str, *, ends: bool) -> None:
         self._tokenizer, self._named, self._ends = tokenizer, named, ends
         self._records: dict[str, Record] = {}
-        self._without: list[str] = []  # pairs, each with the reason
+        self._without: list[str] = []  # why pairs could not be compared
 
     def check(self, prefix: str, lengths: np.ndarray) -> Record | None:
-        """Return what PREFIX.json says of a pair, None where it says nothing of these tokens.
+        """Return the record of a pair in PREFIX.json, None if it has none for these tokens.
 
-        lengths: of its documents. NullTokenizer, which knows no text, takes the ids of any one
-        tokenizer. Raises ValueError where the pair was made by another tokenizer, naming file and
-        values.
+        lengths: those of its documents. NullTokenizer, which handles no text, takes the ids of any
+        one tokenizer. Raises ValueError, naming file and values, if the pair was made by another
+        tokenizer.
         """
         path = f"{prefix}.json"
         found, why = _read(path)
@@ -108,7 +109,7 @@ class MadeWith:
         return found
 
     def tell(self, report: Callable[[str], None]) -> None:
-        """Report in a line what could not be compared."""
+        """Report in one line the pairs that could not be compared."""
         if self._without:
             more = len(self._without) - 1
             report(

@@ -3,9 +3,9 @@
 
 Megatron draws the order of a data set from the seed alone, over all the epochs that a run of a
 known length needs: first the documents of all epochs are shuffled together, then the samples.
-Where the run takes less than 80 % of the last epoch, that one is shuffled for itself. So the order
+If the run takes less than 80 % of the last epoch, that epoch is shuffled separately. So the order
 depends on the number of epochs, and through it on the length of the run. A blend takes for each
-sample the data set that is furthest behind its weight. Read in megatron-core 0.16.1:
+sample the data set that is furthest behind its weight. The source is megatron-core 0.16.1:
 core/datasets/gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_builder.py, helpers.cpp.
 """
 
@@ -24,14 +24,14 @@ from training.data.indexed import IndexedTokens
 from training.data.loss_mask import LossMask
 from training.data.sample_index import sample_index
 
-SURPLUS = 0.005  # more samples than a blend needs of each data set: mid_level_dataset_surplus
-SEPARATE = 0.80  # of an epoch: with fewer samples the last one is shuffled for itself
+SURPLUS = 0.005  # share of samples beyond those that a blend needs: mid_level_dataset_surplus
+SEPARATE = 0.80  # share of an epoch: with fewer samples the last one is shuffled separately
 
 
 class MegatronDataset(GPTDataset):
     """The samples of one file. samples: how many are needed; None: those of one epoch.
 
-    Raises ValueError where the range holds no whole sample.
+    Raises ValueError if the range holds no whole sample.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MegatronDataset(GPTDataset):
         needed = 0 if samples is None else samples * seq_length + 1
         self.epochs = max(1, -(-needed // self.tokens))
         self.samples = (self.epochs * self.tokens - 1) // seq_length
-        self.first = self.samples  # that are shuffled together
+        self.first = self.samples  # number of samples that are shuffled together
         if self.epochs > 1:
             assert samples is not None
             before = ((self.epochs - 1) * self.tokens - 1) // seq_length
@@ -109,10 +109,10 @@ class MegatronDataset(GPTDataset):
 
 
 class MegatronBlend(Blend):
-    """Samples of several data sets. weights: their shares; None: each gives all that it has.
+    """Samples of several data sets. weights: their shares; None: their numbers of samples.
 
-    count: how many samples are needed. Raises ValueError where a data set would have to give more
-    than it has.
+    count: how many samples are needed; None: all. Raises ValueError if a data set would have to
+    give more than it has.
     """
 
     def __init__(

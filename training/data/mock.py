@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make up samples, for runs without data (`--mock-data`)."""
+"""Generate samples for runs without data (`--mock-data`)."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what a --data-path names where it names no .bin/.idx pair, and which command makes one."""
+"""Explain what a --data-path names instead of a .bin/.idx pair, and which command makes one."""
 
 import glob
 import os
@@ -14,7 +14,7 @@ COMMAND = "python tools/preprocess_data.py"
 
 
 def instead(prefix: str, kind: str | None, model: str | None, merges: str | None) -> str:
-    """Return what is there in place of a pair, and what to name or to run.
+    """Return what exists in place of a pair, and the path to give or the command to run.
 
     kind, model, merges: the run's tokenizer, for the command that makes tokens of text.
     """
@@ -47,8 +47,8 @@ def _pairs(names: Iterable[str]) -> list[str]:
 
 
 def _text(prefix: str) -> str:
-    """Return the file, folder or pattern of text that a prefix is, or the file of text that has its
-    name and an ending; else "".
+    """Return a prefix that is a file, folder or pattern of text, or the file of text with its name
+    and an ending; else "".
     """
     if any_text(prefix):
         return prefix
@@ -63,7 +63,7 @@ def _output(text: str) -> str:
 
 
 def _command(text: str, kind: str | None, model: str | None, merges: str | None) -> str:
-    """Return the command that makes a pair, with the name that the pair has then."""
+    """Return the command that makes a pair, and the prefix of that pair."""
     output = _output(text) if os.path.exists(text) else "data/mine"
     words = ["--input", text or "TEXT", "--output-prefix", output, "--append-eod"]
     if kind in (None, "NullTokenizer"):

@@ -12,11 +12,11 @@ from training.data.gpt import GPTDataset
 
 
 class OnePass(Composed):
-    """The samples of several files one after another, each token but a file's first a label once.
+    """The samples of several files in turn; each token but a file's first is a label exactly once.
 
     A file of T tokens has ceil((T - 1) / seq_length) samples. Sample i of it holds tokens i * s to
-    i * s + s in the order of the file; what its last one lacks is PAD. Samples from `length` on are
-    PAD throughout, so that batches of any size cover the files.
+    i * s + s in the order of the file; its last one is filled up with PAD. Samples from `length` on
+    are PAD throughout, so that batches of any size cover the files.
     """
 
     def __init__(self, files: Sequence[GPTDataset]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the texts of columns of a .parquet file with pyarrow, where it is installed."""
+"""Read the texts of columns of a .parquet file with pyarrow, if it is installed."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -8,16 +8,16 @@ from typing import Any, BinaryIO
 from training.data.text_files import need_package
 
 ROWS = 256  # read at a time
-# Arrow's names of the types; a column that has nulls alone is of type null
+# Arrow's names of the types; a column with nulls alone is of type null
 TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
 
 
 def rows(
     path: str, file: BinaryIO, columns: Sequence[str]
 ) -> Iterator[tuple[int, tuple[bytes | None, ...]]]:
-    """Yield (row, from 1, and for each column the bytes of its text, or None where it has none).
+    """Yield (row, from 1, and for each column the bytes of its text, None for null).
 
-    Raises ValueError where a column is not there or holds no text.
+    Raises ValueError if a column is missing or does not hold text.
     """
     need_package(path)
     pyarrow: Any = importlib.import_module("pyarrow")
@@ -34,7 +34,7 @@ def rows(
 
 
 def _check(path: str, pyarrow: Any, schema: Any, column: str) -> None:
-    """Raise ValueError where a column is not there or holds no text."""
+    """Raise ValueError if a column is missing or does not hold text."""
     if schema.names.count(column) != 1:
         found = "several columns" if column in schema.names else "no column"
         raise ValueError(

@@ -2,9 +2,9 @@
 """Find data that a run would read twice, or validate on although it trains on it.
 
 Pairs are compared by their tokens, not by their names: links, other spellings of a path and copies
-are the same data, also as another token type or cut into other documents. 64 equal blocks, which a
-start knows of every file, are followed by a comparison of all tokens: of their digests, or where
-types or documents differ of the tokens themselves.
+are the same data, even with another token type or other boundaries of documents. If the 64 blocks
+that are read of every file at the start are equal, all tokens are compared: by digests or, if types
+or documents differ, token by token.
 """
 
 import os
@@ -20,7 +20,7 @@ from training.data.loss_mask import LossMask
 class Part:
     """A data set that a split reads, as a part of the blend that `flag` names.
 
-    prefix: as it was typed. documents: those that are read. weighted: the blend has weights.
+    prefix: as typed. documents: those that are read. weighted: whether the blend has weights.
     """
 
     split: str
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Twice:
-    """The same data in two parts. split: "train" where it is about what is trained on."""
+    """A report that two parts have the same data. split: "train" if it concerns training."""
 
     split: str
     what: str
@@ -42,10 +42,10 @@ class Twice:
 
 
 def twice(parts: Sequence[Part], cut: bool) -> Iterator[Twice]:
-    """Yield what is read twice. cut: --split gives each split other documents of the same pairs.
+    """Yield data that is read twice. cut: --split gives each split other documents of the pairs.
 
-    Several stages may read one data set, which goes on in the later ones, and a copy, which begins
-    again.
+    Several stages may read one data set, which continues in the later ones, and copies of it, which
+    start over.
     """
     alike = defaultdict[str, list[Part]](list)
     for part in parts:
@@ -76,7 +76,7 @@ def _one_file(one: Part, other: Part) -> bool:
 
 
 def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
-    """Return what is wrong with two parts if they hold the same data, None where nothing is."""
+    """Return the error in two parts if they hold the same data, None if that is allowed."""
     a, b, flag = one.prefix, other.prefix, other.flag
     again = f"{b} is there twice" if a == b else f"{b} holds the same data as {a}"
     if one.split == other.split and one.flag == flag:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find in which document of a shuffled stream each training sample starts.
 
-The C++ builder of csrc/sample_index.cpp does it in one pass. Where the extension was not compiled,
+The C++ builder in csrc/sample_index.cpp does this in one pass. If the extension was not compiled,
 numpy does the same block by block. A test checks that the two agree.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a part of a text file, so that several processes can read one file.
 
-A part is a range of bytes; it has the documents of the lines that begin in that range. A .txt file
-that is one document is a single part, and so is a compressed file and a .parquet.
+A part is a range of bytes and has the documents of the lines that begin in it. A .txt file that is
+one document is a single part, and so are a compressed file and a .parquet.
 """
 
 import json
@@ -24,7 +24,7 @@ BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8; `cat` leaves it be
 class Where(NamedTuple):
     """A place in a part: the line or row, from 1 (0: the file is one document), and the byte.
 
-    The byte is counted from the file's begin, in a compressed file in its text; a row has none.
+    The byte is counted from the start of the file, or of its text if compressed; 0 for a row.
     """
 
     line: int
@@ -54,9 +54,9 @@ class Shard:
         """Yield (where, text) of each document that has text.
 
         A document is `key` of a line of a .jsonl or of a row of a .parquet, a whole .txt, or with
-        `lines` a line of a .txt that is not blank. bad: takes or refuses those that cannot be read.
-        report: called with the file's bytes read since the last call. Raises ValueError with file,
-        line and byte.
+        `lines` a line of a .txt that is not blank. bad: counts or refuses those that cannot be
+        read. report: called with the number of bytes of the file read since the last call. Raises
+        ValueError with file, line and byte.
         """
         bad = bad or BadDocuments()
         for where, (text,) in self.texts_of((key,), lines, bad, report):
@@ -72,7 +72,7 @@ class Shard:
         bad: BadDocuments,
         report: Callable[[int], object] = int,
     ) -> Iterator[tuple[Where, tuple[str, ...]]]:
-        """Yield (where, the texts of all keys) of each document as `texts` does, with empty ones.
+        """Yield (where, the texts of all keys) of each document as `texts` does, also empty ones.
 
         A .txt has one text, whatever the key.
         """
@@ -107,7 +107,7 @@ class Shard:
         if kind_of(self.path) == "parquet":
             return f"{self.path}, row {number}"
         if self.begin:
-            number += 1  # the line that belongs to the part before
+            number += 1  # the line that belongs to the previous part
             with opened(self.path) as (file, _):
                 left = self.begin - 1
                 while left > 0 and (block := file.read(min(left, 1 << 24))):
@@ -137,7 +137,7 @@ class Shard:
         at, number = self.begin, 0
         if self.begin:
             file.seek(self.begin - 1)
-            at += len(file.readline()) - 1  # the line that began before belongs to the part before
+            at += len(file.readline()) - 1  # a line that began earlier belongs to the previous part
         while self.end is None or at < self.end:
             line = file.readline(MOST + 1)
             if not line:
@@ -212,7 +212,7 @@ def _json_type(value: Any) -> str:
 
 
 def _text_of(where: Where, raw: bytes) -> tuple[Where, bytes]:
-    """Return a line or file without a byte order mark, and where it begins."""
+    """Return a line or file without its byte order mark, and the place where it begins."""
     if raw.startswith(BOM):
         return Where(where.line, where.byte + len(BOM)), raw[len(BOM) :]
     return where, raw

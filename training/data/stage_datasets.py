@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of a run whose data change by stages (--data-stages).
 
-A data set that several stages read continues where the stages before left it: in each of its epochs
-every sample comes once, whichever stages read it. Where the sequence length changes, it continues
-at the first sample after as many tokens as were read of it; that epoch is then cut again, so a part
-of it may be read twice and an equally large part not at all.
+A data set that several stages read continues where the earlier stages left it: in each of its
+epochs every sample is read once, whichever stages read it. If the sequence length changes, it
+continues at the first sample after as many tokens as were read of it; that epoch is then cut again,
+so a part of it may be read twice and an equally large part not at all.
 """
 
 from collections.abc import Hashable, Sequence
@@ -33,7 +33,7 @@ class DatasetFrom(Composed):
 
 @dataclass(frozen=True)
 class StageData:
-    """The data sets of a stage and their weights; a key is the same wherever the data set is."""
+    """The data sets of a stage and their weights; a key identifies a data set in all stages."""
 
     datasets: Sequence[GPTDataset]
     weights: Sequence[float]
@@ -43,7 +43,7 @@ class StageData:
 class Staged(Composed):
     """The endless samples of a run, stage after stage; those of a stage are a blend.
 
-    starts[i]: for each data set of stage i the sample at which it goes on.
+    starts[i]: for each data set of stage i the sample at which it continues.
     """
 
     def __init__(self, stages: Sequence[Stage], data: Sequence[StageData], current: int) -> None:
@@ -53,7 +53,7 @@ class Staged(Composed):
         self._numbers: list[list[int]] = []
         self.starts: list[list[int]] = []
         self.parts: list[Dataset] = []
-        self.corpora: list[str] = []  # of the stages, whichever stages were before
+        self.corpora: list[str] = []  # of the stages, independent of earlier stages
         self._digests: list[str] = []
         for i, (stage, part) in enumerate(zip(stages, data, strict=True)):
             starts = [-(-read.get(key, 0) // stage.length) for key in part.keys]
@@ -81,7 +81,7 @@ class Staged(Composed):
 
     @property
     def corpus(self) -> str:
-        """Return the same without the seed."""
+        """Return a SHA-256 of the data and how it is cut, without the seed."""
         return FULL_DIGEST + self._sha256(self.corpora)
 
     @property
@@ -90,7 +90,7 @@ class Staged(Composed):
         return self.corpus
 
     def origin(self, i: int) -> tuple[int, int, int]:
-        """Return (dataset, document, offset) of the first token of sample i; data sets are counted
+        """Return (dataset, document, offset) of the first token of sample i; data sets are numbered
         over all stages.
         """
         stage, inner = self.locate(i)

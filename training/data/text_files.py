@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the files of text that names stand for, check them early, and open them.
+"""Find the files of text that names refer to, check them early, and open them.
 
-It needs nothing but Python, so that files are checked before anything is installed.
+This module needs nothing but Python, so that files are checked before anything is installed.
 """
 
 import glob
@@ -31,7 +31,7 @@ BEGINNINGS = {
     ".parquet": (b"PAR1",),
 }
 PACKAGES = {".zst": "zstandard", ".parquet": "pyarrow"}
-POINTERS = {  # the begin of a small file that stands in place of the text: what fetches the text
+POINTERS = {  # {beginning of a small file in place of the text: the command that fetches the text}
     b"version https://git-lfs.github.com/spec/": "git lfs pull",
     b"version https://hawser.github.com/spec/": "git lfs pull",
     b"/annex/objects/": "git annex get",
@@ -57,8 +57,8 @@ EVERYTHING = ("**", "*")  # a folder's pattern
 
 
 def wide_encoding(begin: bytes) -> str:
-    """Return "UTF-16" or "UTF-32" where a text begins with its byte order mark, or without a mark
-    with four letters of ASCII or more, which would be valid UTF-8 with NULs between; else "".
+    """Return "UTF-16" or "UTF-32" if a text begins with its byte order mark, or without a mark with
+    four letters of ASCII or more, which would be valid UTF-8 with NULs between them; else "".
     """
     if begin.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
         return "UTF-32"
@@ -74,7 +74,7 @@ def wide_encoding(begin: bytes) -> str:
 
 
 def ending_of(path: str) -> str:
-    """Return ".gz", ".zst", ".parquet", ...: the last ending of a name, in small letters."""
+    """Return ".gz", ".zst", ".parquet", ...: the last ending of a name, in lower case."""
     return os.path.splitext(path)[1].lower()
 
 
@@ -89,9 +89,9 @@ def kind_of(path: str) -> str:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names in "a.txt my file.jsonl b/*": a name with spaces is one if it is there.
+    """Return the names in "a.txt my file.jsonl b/*": words form one name if such a file exists.
 
-    Of all ways to read the words, the longest name that is there is taken first.
+    From each word on, the longest name that exists is taken.
     """
     words, names, at = text.split(" "), [], 0
     while at < len(words):
@@ -113,25 +113,23 @@ def any_text(name: str) -> bool:
     """Return whether `find_files` would read a file by this name, up to the first one."""
     try:
         return any(not why and kind_of(path) for path, why in _reached(name, "", set()))
-    except ValueError:  # it is of no kind, is not there, or cannot be listed
+    except ValueError:  # it is of another kind, is missing, or cannot be listed
         return False
 
 
 def find_files(
     names: Sequence[str], flag: str = "--input", report: Callable[[str], object] | None = None
 ) -> list[str]:
-    """Return the files that names mean, each once: a file, a folder of them, or a pattern.
+    """Return the files that names refer to, each once. A name is a file, a folder or a pattern.
 
-    A folder stands for the pattern folder/**/*. What a pattern matches is read, or left out for one
-    of the reasons above; a folder that it matches stands for all below it, and links to folders are
-    followed. A file that is named is left out only where it is empty, its text is read already, or
-    it is a record of our own.
-    Each name's files are in the order of their names.
+    A folder is read as the pattern folder/**/*. A file that a pattern matches is read, or left out
+    for one of the reasons above; a folder that it matches includes everything below, and links to
+    folders are followed. A file that is named is left out only if it is empty, its text is read
+    already, or it is a record of our own. Each name's files are in the order of their names.
 
-    report: takes a line that says how many files are read and how many are left out, and why; none
-    where exactly the files that are named are read.
-    Raises ValueError, which names the flag, where a name means no file of text, a folder cannot be
-    read, or every file is empty.
+    report: called with a line on how many files are read and how many are left out, and why; not
+    called if exactly the files that are named are read. Raises ValueError, which names the flag, if
+    a name refers to no file of text, a folder cannot be read, or every file is empty.
     """
     read: dict[object, str] = {}  # by device and inode: one file may have two names
     left: dict[tuple[str, str], str] = {}  # {(reason, name without links): name}
@@ -171,7 +169,7 @@ def find_files(
 
 
 def _identity(path: str) -> tuple[object, int]:
-    """Return (what the disk calls a file, its bytes, or 1 for what `stat_files` refuses)."""
+    """Return (identity of a file on its disk, size in bytes or 1 if `stat_files` refuses it)."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -187,7 +185,7 @@ def _is_record(path: str) -> bool:
     try:
         with open_plain(path) as file:
             return re.match(rb'\s*\{\s*"format": "weft-', file.read(64)) is not None
-    except OSError:  # `stat_files` says why
+    except OSError:  # `stat_files` reports why
         return False
 
 
@@ -207,7 +205,7 @@ def _counted(reasons: Iterable[tuple[str, str]]) -> dict[str, tuple[int, str]]:
 
 
 def _reached(name: str, flag: str, walked: set[object]) -> Iterable[tuple[str, str]]:
-    """Return (file, why it is left out, or "") of all that a name means."""
+    """Return (file, why it is left out, or "") for all files that a name refers to."""
     if os.path.isdir(name):
         return _walk(name, EVERYTHING, flag, walked)
     if os.path.lexists(name):
@@ -226,11 +224,11 @@ def _reached(name: str, flag: str, walked: set[object]) -> Iterable[tuple[str, s
 def _walk(
     root: str, pattern: tuple[str, ...], flag: str, walked: set[object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (file, why it is left out, or "") of all that a pattern matches below a folder.
+    """Yield (file, why it is left out, or "") for all files that a pattern matches below a folder.
 
-    pattern: its parts, of which "**" means any number of folders. walked: folders that were walked,
-    and for what. One that is reached again, such as by a link to a folder above, is listed itself.
-    Folders that are left out are walked too, so that their files are counted.
+    pattern: its parts; "**" matches any number of folders. walked: the folders walked so far, with
+    the patterns. A folder that is reached again, such as by a link to a folder above, is yielded
+    itself. Folders that are left out are walked too, so that their files are counted.
     """
     todo = [(root, {pattern}, "")]
     while todo:
@@ -269,7 +267,7 @@ def _walk(
 
 
 def _set_aside(name: str) -> str:
-    """Return why a pattern leaves out a file or folder that it does not spell, or ""."""
+    """Return why a pattern leaves out a file or folder that it does not spell out, or ""."""
     if name.startswith("."):
         return HIDDEN
     if SYSTEM_FOLDERS.fullmatch(name):
@@ -278,9 +276,11 @@ def _set_aside(name: str) -> str:
 
 
 def _other_kind(name: str, ends: Sequence[str]) -> str:
-    """Return the ending of a file that is no text, or "". ends: the last parts of patterns.
+    """Return why a file is of another kind, its ending if it has one, or "" for text.
 
-    A .json may be anything, so a pattern reads it only where it ends in .json itself.
+    ends: the last parts of patterns.
+
+    A .json may be anything, so a pattern reads it only if it ends in .json itself.
     """
     try:
         kind_of(name)
@@ -294,9 +294,9 @@ def _other_kind(name: str, ends: Sequence[str]) -> str:
 def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, int, int]]:
     """Return (absolute path, bytes, time of the last change in ns) of each file, once checked.
 
-    The time is that of the status (ctime) where this is later: an mtime can be set back.
-    It is checked that each is a plain file which can be read, has the beginning of its kind, and
-    that the package which reads it is there. Raises ValueError naming the flag and the file.
+    The time is that of the status (ctime) if this is later: an mtime can be set back. Each must be
+    a plain, readable file with the beginning of its kind, and the package that reads it must be
+    installed. Raises ValueError naming the flag and the file.
     """
     files = []
     for path in paths:
@@ -348,7 +348,7 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
 
 
 def need_package(path: str) -> None:
-    """Raise ValueError where the package that reads a file is not installed."""
+    """Raise ValueError if the package that reads a file is not installed."""
     ending = ending_of(path)
     if (package := PACKAGES.get(ending)) and not find_spec(package):
         raise ValueError(
@@ -376,8 +376,8 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BufferedReader]]:
 class _Zstd(RawIOBase):
     """The text of a .zst file, frame after frame; skippable frames have none.
 
-    Raises EOFError where it was cut short, OSError where a frame needs a larger window than
-    zstandard grants (128 MiB), as after `zstd --long=31`.
+    Raises EOFError if it was truncated, OSError if a frame needs a larger window than zstandard
+    grants (128 MiB), as after `zstd --long=31`.
     """
 
     STEP = 1 << 12  # bytes of input at a time, which make 200 MB of text at the very most

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from training.data.foreign_code import begin, calling, read_model
 
-LLAMA3 = 128_000  # ranks of its file
+LLAMA3 = 128_000  # ranks in Llama 3's file
 
 
 class TikTokenizer:
@@ -50,7 +50,7 @@ class TikTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens written out."""
+        """Return the text of ids, including special tokens."""
         return self._model.decode([int(i) for i in ids])
 
     def texts(self) -> list[bytes]:
@@ -65,7 +65,7 @@ class TikTokenizer:
 
 
 def is_ranks(head: bytes) -> bool:
-    """Return whether a file that begins so has lines of base64 token and rank."""
+    """Return whether the beginning of a file has the form of base64 tokens and ranks."""
     return re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", head) is not None
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which bytes of text each token of a model of the package tokenizers stands for."""
+"""Find the bytes of text of each token in a model of the package tokenizers."""
 
 import json
 import re
 from typing import Any
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how a token is called that a byte falls back to
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the name of a token for a byte that falls back
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -19,8 +19,8 @@ def byte_alphabet() -> dict[str, int]:
 def texts_of(model: Any, size: int, *ends: int | None) -> list[bytes]:
     """Return the bytes of text of ids 0 to size - 1.
 
-    They are none for special tokens, the unknown one, ids without a token, and `ends`. A token of
-    another decoder than ByteLevel stands for what it adds between two others.
+    There are none for special tokens, the unknown one, ids without a token, and `ends`. With a
+    decoder other than ByteLevel, the text of a token is what it adds between two others.
     """
     parts = (model.normalizer, model.pre_tokenizer, model.decoder)
     of_bytes = any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
@@ -47,14 +47,14 @@ def texts_of(model: Any, size: int, *ends: int | None) -> list[bytes]:
     found = [b""] * size
     for token, i in model.get_vocab(with_added_tokens=True).items():
         if i not in none:
-            # the letters of an added token are no bytes, and its spaces may be U+2581: Gemma's
+            # the letters of an added token do not encode bytes, but its spaces may be U+2581: Gemma
             found[i] = token.encode() if of_bytes and i in added else text(token)
     return found
 
 
 def _unknown(model: Any) -> int | None:
     """Return the id of the unknown token, if there is one."""
-    if type(model.model).__name__ == "Unigram":  # which does not tell it otherwise
+    if type(model.model).__name__ == "Unigram":  # only its state has the id
         found = json.loads(model.model.__getstate__())["unk_id"]
         return None if found is None else int(found)
     name = getattr(model.model, "unk_token", None)

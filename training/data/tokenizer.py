@@ -11,9 +11,9 @@
     NullTokenizer              none: text is numbers below --vocab-size, the last of which
                                (--vocab-size - 1) ends a document
 
-Ids are those of Megatron's preprocessing tool. Two have changed there: until Megatron Core 0.14
-Llama2Tokenizer began each document with <s>, and until 0.17 NullTokenizer had one id more,
---vocab-size, which ended a document. Data of those times is read with --vocab-size one larger.
+Ids are those of Megatron's preprocessing tool. Two tokenizers have changed there: until Megatron
+Core 0.14 Llama2Tokenizer began each document with <s>, and until 0.17 NullTokenizer had one id
+more, --vocab-size, which ended a document. Read such data with --vocab-size one larger.
 
 Tokenizers are read from local files only, and code that comes with a tokenizer is never run.
 """
@@ -39,8 +39,8 @@ class Tokenizer(Protocol):
 
     `bos` and `eod` are ids or None; `starts_with_bos`: a training document begins with bos. Special
     tokens written out in a text are encoded as text, by HuggingFaceTokenizer as special tokens.
-    `texts` are the bytes that each id stands for, perhaps a part of a character; special and
-    unknown tokens stand for none.
+    `texts` returns the bytes of text of each id, perhaps a part of a character; special and unknown
+    tokens have none.
     """
 
     name: str
@@ -134,7 +134,7 @@ class NullTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
     def texts(self) -> list[bytes]:
-        """Return no bytes for any id: a number stands for no text."""
+        """Return no bytes for any id: a number has no text."""
         return [b""] * self.vocab_size
 
     def digest(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which files make up a tokenizer, and whether two tokenizers give the same ids.
+"""Find the files that make up a tokenizer, and compare the digests of tokenizers.
 
 A checkpoint holds all files of its run's tokenizer, so that it can be moved, sampled from and
 exported. The file that --tokenizer-model names is the first of them.
@@ -31,7 +31,7 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
     """Return {name in a checkpoint: path} of a tokenizer's files, the one at `path` first.
 
     kind, path, merge_file: --tokenizer-type, --tokenizer-model and --merge-file. Files next to it
-    that have a name of TOKENIZER_FILES are its own where its name is one of them too; in a folder
+    with a name of TOKENIZER_FILES are its own if its name is one of them too; else, as in a folder
     of many tokenizers, only those that are read with it are.
     """
     if not path or not kind:
@@ -56,11 +56,12 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
 def with_class(
     files: dict[str, bytes], here: str | None, there: str | None = None, own: str = "tokenizer.json"
 ) -> dict[str, bytes]:
-    """Return a tokenizer's files so that they are read in another folder as in this one.
+    """Return a tokenizer's files, changed so that another folder reads them as this one does.
 
-    A folder's config.json may choose the class that reads `own`. Where the other one's does not,
-    tokenizer_config.json names it. here: this folder, None where it has no config.json. there: the
-    model_type in the other one's, None where there is none, as in a checkpoint.
+    A folder's config.json may choose the class that reads `own`. If the other folder's chooses a
+    different one, tokenizer_config.json names the class. here: this folder, None if it has no
+    config.json. there: the model_type in the other folder's config.json, None if it has none, as a
+    checkpoint.
     """
     model = {}
     try:
@@ -71,13 +72,13 @@ def with_class(
         if name == class_of(config, {"model_type": there}, bytes_, CONFIG):
             return files
     except (LookupError, ValueError, AttributeError):
-        return files  # there is none of this kind, or what is wrong is said where it is read
+        return files  # not of this kind, or its reader reports what is wrong
     config["tokenizer_class"] = name or "PreTrainedTokenizerFast"
     return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def heads_of(directory: str) -> dict[str, bytes]:
-    """Return how the files begin that tell a directory's tokenizer, for `tokenizer_of`."""
+    """Return the beginnings of the files that determine a directory's tokenizer (tokenizer_of)."""
     heads = {}
     for name in ("tokenizer.json", MODEL):
         if os.path.isfile(at := os.path.join(directory, name)):
@@ -91,8 +92,8 @@ def tokenizer_in(
 ) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint, or of a Hugging Face directory, from its own files.
 
-    state: the checkpoint's, with tokenizer_type and tokenizer_model; where it has none, the files
-    say. None where there is no tokenizer. Raises ValueError where its file is not a tokenizer.
+    state: the checkpoint's, with tokenizer_type and tokenizer_model; without them, the files
+    determine it. None if there is no tokenizer. Raises ValueError if its file is not a tokenizer.
     """
     kind, model = state.get("tokenizer_type"), state.get("tokenizer_model")
     if kind is None:
@@ -107,9 +108,9 @@ def tokenizer_in(
 
 @cache
 def digests_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return what a checkpoint keeps to know its tokenizer by, and what older ones kept.
+    """Return the digests by which checkpoints identify their tokenizer, now and in older versions.
 
-    Older ones knew less of what changes ids; where that counts, there is nothing to compare with.
+    Older digests cover less of what determines ids; if this matters, they are left out.
     """
     names = ("tokenizer_digest_file", "tokenizer_digest_before", "tokenizer_sha256")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -123,11 +124,11 @@ def digests_of(tokenizer: Tokenizer) -> dict[str, str]:
 def same_tokenizer(
     known: object, digests: Mapping[str, str], files: Mapping[str, Mapping[str, Any]]
 ) -> bool:
-    """Return whether a checkpoint's tokenizer_digest, `known`, is of the tokenizer of `digests`.
+    """Return whether a checkpoint's tokenizer_digest, `known`, is that of the tokenizer `digests`.
 
-    files: its manifest's. An older checkpoint's digest covers tokenizer_config.json, which may have
-    another chat template now, or may not have been kept. Then its own copy of tokenizer.json
-    decides.
+    files: those of its manifest. An older checkpoint's digest covers tokenizer_config.json, which
+    may have another chat template now, or may not have been kept. Then its own copy of
+    tokenizer.json decides.
     """
     names = ("tokenizer_digest", "tokenizer_digest_file", "tokenizer_digest_before")
     if known in [digests[name] for name in names if name in digests]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a file of the corpus by pread, and notice when it is cut short or written over.
+"""Read a file of the corpus by pread, and detect when it is truncated or overwritten.
 
-A memory map would end the process by SIGBUS, without a word, where the file was cut short.
+With a memory map, a truncated file would end the process by SIGBUS, without a message.
 """
 
 import os
@@ -18,7 +18,7 @@ from training.files.untrusted import open_plain
 class WatchedFile:
     """A plain file that must stay as it was when it was opened; threads may share it.
 
-    size: bytes; stamp: (size, mtime, ctime), times in ns. Raises OSError where it cannot be opened.
+    size: bytes; stamp: (size, mtime, ctime), times in ns. Raises OSError if it cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -44,19 +44,19 @@ class WatchedFile:
             del self._reads[thread]
         if len(data) == size:
             return data
-        buffer = np.empty(size, np.uint8)  # a system may give less than was asked for
+        buffer = np.empty(size, np.uint8)  # a system may return less than requested
         self.fill(buffer, offset)
         return buffer.tobytes()
 
     def under_way(self) -> str:
-        """Return "file, byte o, for s seconds" of the longest read under way, or ""."""
+        """Return the file, byte and duration of the longest read in progress, or ""."""
         since, offset = min(tuple(self._reads.values()), default=(0.0, -1))
         if offset < 0:
             return ""
         return f"{self.path}, byte {offset}: a read has taken {time.monotonic() - since:.1f} s"
 
     def fill(self, array: np.ndarray, offset: int) -> None:
-        """Fill an array with the bytes from `offset` on. Raises DataError where there are fewer."""
+        """Fill an array with the bytes from `offset` on. Raises DataError if there are fewer."""
         view, done = array.reshape(-1).view(np.uint8).data, 0
         while done < len(view):
             try:
@@ -68,11 +68,11 @@ class WatchedFile:
             done += got
 
     def check(self, unchanged: Callable[[], bool] = lambda: False) -> None:
-        """Raise DataError where the file was changed since it was opened.
+        """Raise DataError if the file was changed since it was opened.
 
-        Its modification time can be set back, as `cp -p` and `rsync --times` do, and that of its
-        status (ctime) cannot. But this is also another where the file was renamed, removed or got
-        other permissions: then unchanged() is asked whether it holds what it did, once.
+        Its mtime can be set back, as `cp -p` and `rsync --times` do; its ctime cannot. But the
+        ctime also changes if the file is renamed, removed or gets other permissions: then
+        unchanged() is called, once, and returns whether its contents are the same.
         """
         found = os.fstat(self._fd)
         if found.st_size != self.size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that read ahead, as many as the reads turn out to need.
+"""Threads that prefetch, with a number that is adapted to the measured read times.
 
 They are daemons: one that hangs in a read does not keep the process from ending.
 """
@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-MOST = 32  # threads of a rank, where their number is left to measurement
-FIRST, SPARE, WINDOW = 2, 1.5, 9  # threads at first; times what the means ask for; of so many reads
+MOST = 32  # threads of a rank, if their number is measured
+FIRST, SPARE, WINDOW = 2, 1.5, 9  # first threads; factor on the need; reads in a median
 
 
 class Workers(Generic[T]):
@@ -26,11 +26,11 @@ class Workers(Generic[T]):
         self._threads: list[threading.Thread] = []
         self._work = work
         self._jobs: SimpleQueue[tuple[int, Future[T]] | None] = SimpleQueue()
-        self._seconds: deque[float] = deque(maxlen=WINDOW)  # that a start takes
+        self._seconds: deque[float] = deque(maxlen=WINDOW)  # of the last calls of work
         self.grow(threads)
 
     def grow(self, threads: int) -> None:
-        """Have at least this many threads."""
+        """Start threads until there are at least `threads`."""
         for _ in range(threads - len(self._threads)):
             thread = threading.Thread(target=self._loop, name="weft-loader", daemon=True)
             self._threads.append(thread)
@@ -38,17 +38,17 @@ class Workers(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """Return how long a start takes, the median of the last few, 0 before the first."""
+        """Return the median duration of the last few calls of work, 0 before the first."""
         return statistics.median(self._seconds) if self._seconds else 0.0
 
     def submit(self, start: int) -> Future[T]:
-        """Return the result of work(start), which is to come."""
+        """Return the future of work(start)."""
         future: Future[T] = Future()
         self._jobs.put((start, future))
         return future
 
     def close(self) -> None:
-        """End the threads once they have done what was submitted and not cancelled."""
+        """End the threads after the submitted starts that are not cancelled."""
         for _ in self._threads:
             self._jobs.put(None)
 
@@ -68,9 +68,9 @@ class Workers(Generic[T]):
 
 
 def wanted_workers(read_seconds: float, reads: int, step_seconds: float) -> int:
-    """Return how many threads finish `reads` of so many seconds each within a step, FIRST to MOST.
+    """Return how many threads finish `reads` reads within a step, FIRST to MOST.
 
-    SPARE times as many, since reads are uneven.
+    read_seconds: the duration of one read. The need is multiplied by SPARE, as reads are uneven.
     """
     if step_seconds <= 0:
         return MOST

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how a rank computes: kernels, float8, kept or recomputed activations."""
+"""Check the flags of a rank's computation: kernels, float8, recomputed or offloaded activations."""
 
 from collections.abc import Iterator
 
@@ -18,19 +18,19 @@ from training.flags import parallel_rules
 from training.settings.config import Config, UsageError
 
 OFFLOAD = "--cpu-offload-activations"
-# Megatron-LM's other recipe, and the way round
+# {recipe that only Megatron-LM has: the alternative here}
 ELSEWHERE = {
     "custom": "a recipe of your own is a Recipe (mpu/layers/linear.py), which a layer of your "
     "--model-file takes as recipe=",
 }
 
 
-# what a GPU may be at best: what it cannot do, no GPU can
+# the most capable GPU: a kernel that it cannot run runs on no GPU
 ANY_GPU = Card("cuda", 9, 0, cudnn=99999)
 
 
 def check_kernels(config: Config) -> None:
-    """Raise UsageError where the run cannot take the kernels that flags name, installed or not."""
+    """Raise UsageError if the run cannot use the kernels that flags name, installed or not."""
     p = config.parallel
     te = "te" if p.attention_backend == "te" else "auto"
     for flag, name, own in (("--norm-backend", p.norm_backend, "weft"), (FLAG, te, "auto")):
@@ -48,7 +48,7 @@ def check_kernels(config: Config) -> None:
 
 
 def attention_works(config: Config) -> tuple[Work, ...]:
-    """Return the kinds of work that the attention of a run's steps is."""
+    """Return the kinds of attention work in a run's steps."""
     if config.data.reset_attention_mask:
         return ("documents",)
     return ("blocks",) if exchanges_blocks(config) else ("rows",)
@@ -62,9 +62,9 @@ def exchanges_blocks(config: Config) -> bool:
 
 
 def attention_line(config: Config, card: Card) -> str:
-    """Return the line that says which attention runs on such a device.
+    """Return a line on the attention kernels that the run uses on a device.
 
-    Raises UsageError where the kernel that --attention-backend names cannot do what the run asks.
+    Raises UsageError if the kernel that --attention-backend names does not support the run.
     """
     requested, size = config.parallel.attention_backend, config.model.kv_channels
     works, dtype = attention_works(config), config.run.dtype
@@ -72,7 +72,7 @@ def attention_line(config: Config, card: Card) -> str:
         line = describe(requested, card, dtype, size, works)
         for work in works:
             length = config.model.seq_length
-            if work == "blocks":  # two chunks of a row are a rank's
+            if work == "blocks":  # a rank has two chunks of a row
                 length //= 2 * config.parallel.context_parallel_size
             if kernel_of(requested, card, dtype, size, work) == "cudnn":
                 if why := why_no_length(card, length):
@@ -83,7 +83,7 @@ def attention_line(config: Config, card: Card) -> str:
 
 
 def attention_notes(config: Config) -> Iterator[str]:
-    """Yield a line where the device has no kernel of the name that --attention-backend gives."""
+    """Yield lines on an --attention-backend that the device lacks, or that needs more memory."""
     requested = config.parallel.attention_backend
     on_cpu = not config.rehearse.rehearse and parallel_rules.on_cpu(config)
     if on_cpu and requested in ("flash", "fused"):
@@ -98,7 +98,7 @@ def attention_notes(config: Config) -> Iterator[str]:
 
 
 def check_float8(config: Config) -> None:
-    """Raise UsageError for a recipe that is not here, or that this layout cannot take."""
+    """Raise UsageError for a float8 recipe that is not available, or does not fit the run."""
     f, m = config.float8, config.model
     if f.fp8_format is None:
         return
@@ -124,7 +124,7 @@ def check_float8(config: Config) -> None:
 
 
 def _sizes(config: Config) -> Iterator[tuple[str, int]]:
-    """Yield what rows are made of on a rank: the k of each product."""
+    """Yield (flags, size) of the inner dimension k of each matrix product on a rank."""
     m, t = config.model, config.parallel.tensor_model_parallel_size
     cut = f"over --tensor-model-parallel-size {t}" if t > 1 else "in all"
     yield f"--hidden-size {m.hidden_size}", m.hidden_size
@@ -146,7 +146,7 @@ def _sizes(config: Config) -> Iterator[tuple[str, int]]:
 
 
 def check_recompute(config: Config) -> None:
-    """Raise UsageError for a recomputation that the model's layers do not allow."""
+    """Raise UsageError if --recompute-num-layers does not fit the model's layers."""
     p = config.parallel
     if p.recompute_granularity != "full":
         return
@@ -160,7 +160,7 @@ def check_recompute(config: Config) -> None:
 
 
 def check_offload(config: Config) -> None:
-    """Raise UsageError for activations in host memory that no layer, or no stage, has."""
+    """Raise UsageError if --cpu-offload-activations would offload no layer of any stage."""
     g, p, layers = config.gpu, config.parallel, config.model.num_layers
     if not g.cpu_offload_activations:
         return

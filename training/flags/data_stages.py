@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the file of --data-stages, and give a run the settings of the stage where it is.
+"""Read the file of --data-stages, and apply the settings of a run's current stage.
 
 {"stages": [
     {"name": "web", "start_tokens": 0, "train_data_path": ["0.9", "web", "0.1", "code"]},
@@ -28,7 +28,7 @@ Flags = dict[str, Any]
 
 
 def read(path: str, given: Mapping[str, Any]) -> list[Stage]:
-    """Return the stages of a file, first_sample not yet known. given: {flag: value} of the run.
+    """Return the stages of a file, without first_sample. given: {flag: value} of the run.
 
     Raises UsageError naming the file, the stage, the value and the rule.
     """
@@ -103,7 +103,7 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
 
 
 def _setting(path: str, where: str, field: str, value: Any) -> Any:
-    """Return the value of a setting by the rule of its flag."""
+    """Return the value of a setting, checked by the rule of its flag."""
     switch = SETTINGS[f"model.{field}"].rule.nargs == 0
     if switch != isinstance(value, bool) or isinstance(value, (list, dict, type(None))):
         what = "true or false" if switch else f"a value of {flag_of(field)}"
@@ -115,7 +115,7 @@ def _setting(path: str, where: str, field: str, value: Any) -> Any:
 
 
 def _tokens(path: str, where: str, value: Any) -> int:
-    """Return a count of tokens: a whole number, or a text such as 250B."""
+    """Parse a count of tokens: a whole number, or a text such as 250B."""
     try:
         if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
             raise ValueError
@@ -130,16 +130,16 @@ def _tokens(path: str, where: str, value: Any) -> int:
 
 
 def position(given: Mapping[str, Any]) -> int:
-    """Return the samples that the run has consumed where it starts, by the newest checkpoint."""
+    """Return the samples consumed in the newest checkpoint, from which the run starts, or 0."""
     names = ("--load", "--branch-from", "--ckpt-step", "--finetune")
     found = resumed(*map(given.get, names))
     return found.state["consumed_samples"] if found else 0
 
 
 def choose(stages: Sequence[Stage], samples: int, which: int | None, longest: bool) -> int:
-    """Return the number of the stage whose settings the process has.
+    """Return the index of the stage whose settings this process uses.
 
-    which: the one that is asked for. longest: the one with the longest rows, for a dry run.
+    which: the requested stage, if any. longest: use the one with the longest rows, for a dry run.
     """
     if which is not None:
         return which

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill in the settings that follow from others.
+"""Fill in the settings that are derived from others.
 
-Each function of DERIVED is of one subject. It is given the values by section and field, changes
-them in place, and adds a line to `notes` where it does what no flag says.
+Each function of DERIVED handles one subject. It changes the values, by section and field, in place,
+and adds a line to `notes` for a change that no flag asks for.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ GPT2 = "GPT2BPETokenizer"
 
 @dataclass
 class Values:
-    """What a command line says, on its way to a Config."""
+    """The values of a command line, from which a Config is made."""
 
     given: dict[str, Any]  # {flag: value}
     parts: dict[str, dict[str, Any]]  # {section: {field: value}}
@@ -36,7 +36,7 @@ class Values:
 def assemble(
     given: dict[str, Any], world_size: int, notes: list[str], own: tuple[tuple[str, Any], ...]
 ) -> Config:
-    """Return the Config of the flags given. own: a fork's. Raises UsageError."""
+    """Return the Config of the flags given. own: a fork's own settings. Raises UsageError."""
     values = Values(given, {section: {} for section in SECTIONS}, notes)
     values.parts["parallel"]["world_size"] = world_size
     for name, value in given.items():
@@ -56,7 +56,7 @@ def _model(v: Values) -> None:
 
 
 def _tensor_parallel(v: Values) -> None:
-    """Without it nothing is split or sent."""
+    """Turn off what has no effect at tensor-parallel size 1, and note an overlap that may vary."""
     p, alone = v.parts["parallel"], "at --tensor-model-parallel-size 1"
     method = p.get("tp_comm_overlap", "none")
     if p.get("tensor_model_parallel_size", 1) == 1:
@@ -122,7 +122,7 @@ def _tokenizer(v: Values) -> None:
         v.notes.append(f"--vocab-file without --tokenizer-type: {GPT2}, as in Megatron-LM")
     kind = data.get("tokenizer_type")
     if kind == GPT2:
-        data["tokenizer_model"] = vocab_file  # as there, --tokenizer-model is not read
+        data["tokenizer_model"] = vocab_file  # as in Megatron-LM, --tokenizer-model is not read
     if kind == "HuggingFaceTokenizer" and load and "--use-checkpoint-args" not in v.given:
         data.setdefault("tokenizer_model", load)  # else it takes the checkpoint's tokenizer
 
@@ -138,7 +138,7 @@ def _data(v: Values) -> None:
 
 
 def _evaluation(v: Values) -> None:
-    """Nothing is evaluated where there is nothing to evaluate on."""
+    """Turn off --eval-interval if there is no validation data."""
     run, data = v.parts["run"], v.parts["data"]
     train = data.get("train_data_path") or data.get("data_stages")
     paths = (bool(train), bool(data.get("valid_data_path")))

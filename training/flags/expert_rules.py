@@ -18,9 +18,9 @@ OURS, NORMALISED = "model/moe.py", "model/qwen3.py"
 
 
 def choose_file(moe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the model's file where --model-file is left out; return the settings of experts.
+    """Fill in the model's file if --model-file is left out; return the settings of experts.
 
-    Without --num-experts these are the defaults, whatever is given. Raises UsageError where
+    Without --num-experts these are the defaults, whatever is given. Raises UsageError if
     --model-file names another dense model than --qk-layernorm does.
     """
     if moe.get("num_experts", 0) > 1:
@@ -34,7 +34,7 @@ def choose_file(moe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_given(given: dict[str, Any]) -> None:
-    """Raise UsageError for a flag of experts that is not obeyed."""
+    """Raise UsageError for an accepted flag that cannot be ignored in a model with experts."""
     if given.get(EXPERTS, 0) > 1:
         of_megatron = given.keys() - live_flags().keys()
         for name, why in vocabulary().with_experts.items() if of_megatron else ():
@@ -43,7 +43,7 @@ def check_given(given: dict[str, Any]) -> None:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield lines on what another layout changes, and on what has no effect."""
+    """Yield lines on flags without effect, and on results that depend on the layout."""
     m = config.moe
     if m.experts and m.moe_router_pre_softmax and m.moe_router_score_function != "softmax":
         yield (
@@ -70,7 +70,7 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def check(config: Config) -> None:
-    """Raise UsageError where experts do not fit the layout, or another flag."""
+    """Raise UsageError if experts do not fit the layout, or another flag."""
     p, m = config.parallel, config.moe
     ep, tp = p.expert_model_parallel_size, p.tensor_model_parallel_size
     if not m.experts:
@@ -135,7 +135,7 @@ def check(config: Config) -> None:
 
 
 def _check_overlap(config: Config) -> None:
-    """Raise UsageError where no forward can overlap a backward."""
+    """Raise UsageError if no forward can overlap a backward."""
     p = config.parallel
     if p.schedule not in OVERLAPPING:
         raise UsageError(
@@ -150,7 +150,7 @@ def _check_overlap(config: Config) -> None:
 
 
 def _check_groups(m: MoEConfig) -> None:
-    """Raise UsageError where groups of experts do not fit the experts, or k."""
+    """Raise UsageError if the groups of experts do not fit the number of experts, or k."""
     groups, best, k = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
     if groups < 2:
         return

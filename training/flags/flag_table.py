@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the flags of this program: those that are live, and those that it had.
+"""List the flags of this program: live and removed ones.
 
-A live flag does something: it is a row of training/settings/arguments.py, from which
-`training.flags.parse` builds argparse. What Megatron-LM has besides is in
-`training.flags.megatron`, so that none is silently ignored. docs/flags.md lists all of them.
+A live flag has an effect: it is a row of training/settings/arguments.py, from which
+`training.flags.parse` builds argparse. Megatron-LM's other flags are in `training.flags.megatron`,
+so that none is silently ignored. docs/flags.md lists all of them.
 """
 
 from dataclasses import dataclass, fields
@@ -15,10 +15,10 @@ from training.settings.arguments import GROUPS, OTHER_FLAGS
 from training.settings.config import UsageError
 from training.settings.setting import SWITCH, Rule, Setting
 
-OTHERS = {  # what to write for a value that other programs have
+OTHERS = {  # {flag: what to give instead of a value of other programs}
     "--tokenizer-type": OTHER_TYPE,
 }
-REMOVED = {  # flags that this program had, and what to do instead
+REMOVED = {  # {flag that this program had: why it was removed, and what to do instead}
     "--checksum-messages": "TCP checks what it carries, and --check-replicas compares the results; "
     "leave it out",
     "--tp-comm-overlap-cache": "a checkpoint records what --tp-comm-overlap auto chose; leave it "
@@ -47,17 +47,17 @@ class Flag:
 
     name: str
     kind: str
-    text: str  # what it does, if live; else why it is accepted, or is not
+    text: str  # its effect, if live; else why it is accepted, refused or removed
     rule: Rule = SWITCH
     row: Setting = Setting("")
     group: str = ""
     allowed: tuple[str, ...] = ()  # accepted: the values that may be given; empty: any
     note_for: str | bool = False  # accepted: print `text` with this value, or with any (True)
-    alias_of: tuple[str, ...] = ()  # accepted: the words of this program that it stands for
+    alias_of: tuple[str, ...] = ()  # accepted: the words of this program that mean the same
 
     @property
     def dest(self) -> str:
-        """Return the name of the field, or of the other flag in OTHER_FLAGS."""
+        """Return the name of its field, or its key in OTHER_FLAGS."""
         return self.name[2:].replace("-", "_")
 
     @property
@@ -67,13 +67,13 @@ class Flag:
 
     @property
     def usable(self) -> bool:
-        """Return whether a command line may have the flag."""
+        """Return whether a command line may contain the flag."""
         return self.kind in (LIVE_KIND, ACCEPTED_KIND)
 
     def read(self, given: Any) -> Any:
-        """Return the value of a text, or of several. Raises UsageError: flag, text and rule.
+        """Return the value of argparse's text or texts. Raises UsageError: flag, text and rule.
 
-        given: of a flag that may be repeated, the words of each use.
+        given: the text or texts; for a flag that may be repeated, a list of words for each use.
         """
         if self.rule.nargs == 0:
             return True
@@ -93,7 +93,7 @@ class Flag:
 
 @cache
 def live_flags() -> dict[str, Flag]:
-    """Return the flags that do something, by name: those of training/settings/arguments.py."""
+    """Return {name: flag} of the flags that have an effect: training/settings/arguments.py's."""
     out = dict[str, Flag]()
     for group, (kind, _) in GROUPS.items():
         rows = {part.name: part.metadata["setting"] for part in fields(kind) if part.metadata}
@@ -105,5 +105,5 @@ def live_flags() -> dict[str, Flag]:
 
 
 def removed() -> dict[str, Flag]:
-    """Return the flags that this program had."""
+    """Return {name: flag} of the flags that were removed."""
     return {name: Flag(name, REMOVED_KIND, why) for name, why in REMOVED.items()}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take a command line that has flags of other programs, and answer those that are not available.
+"""Translate, accept or refuse the flags of other programs in a command line.
 
-What does the same here under another name is translated; what Megatron-LM has and changes nothing
-here is accepted; --ignore-flags leaves out what neither Weft nor Megatron-LM knows. All else is
-refused, with what there is instead. megatron.toml says which flag is which.
+A flag with another name here is translated; a flag of Megatron-LM that changes nothing here is
+accepted; --ignore-flags drops flags that neither Weft nor Megatron-LM has. Any other flag is
+refused, with the alternative here. megatron.toml classifies the flags.
 
-No flag can be left out that may be a slip of the pen for a flag of this program: nothing that this
-program would do is left undone.
+--ignore-flags refuses a name that may be a typing mistake for a flag of this program, so no flag
+that would have an effect is dropped.
 """
 
 import difflib
@@ -29,7 +29,7 @@ FLAG = "--ignore-flags"
 TRUE, FALSE = "true", "false"  # values of a switch in other programs
 SPELT = {"1": TRUE, "yes": TRUE, "0": FALSE, "no": FALSE}  # as Hugging Face's Trainer reads them
 SETTINGS_FILE = re.compile(r".*\.(py|json|ya?ml|toml|cfg|ini)")
-# words that mean the same in a flag's name
+# {word in a flag's name: the synonym by which names are compared}
 SAME_WORDS = {
     "step": "iters", "steps": "iters", "iter": "iters", "iteration": "iters", "iterations": "iters",
     "len": "length", "layer": "layers", "head": "heads", "expert": "experts", "dim": "size",
@@ -41,7 +41,7 @@ SAME_WORDS = {
     "vocab", "gbs": "global", "checkpointing": "recompute", "minimum": "min", "maximum": "max",
     "beta": "adam", "clipping": "clip", "tokenizers": "tokenizer", "parallelism": "parallel",
 }  # fmt: skip
-LIKE = 0.5  # how much of the words two names share, of which one may mean the other
+LIKE = 0.5  # the least share of common words with which a flag is suggested for another
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Use:
 
     @property
     def value(self) -> str:
-        """Return the first value, "" where there is none."""
+        """Return the first value, "" if there is none."""
         return self.values[0] if self.values else ""
 
     @property
     def words(self) -> list[str]:
-        """Return the words as they are typed."""
+        """Return the words as typed."""
         if self.joined:
             return [f"{self.name}={self.value}", *self.values[1:]]
         return [self.name] * bool(self.name) + [*self.values]
@@ -80,7 +80,7 @@ def uses_of(argv: Sequence[str]) -> list[Use]:
 
 @dataclass
 class Sorted:
-    """A command line of which every flag has found its place."""
+    """The flags of a command line by class."""
 
     words: list[str] = field(default_factory=list)  # of this program and of a fork of it
     accepted: list[Use] = field(default_factory=list)  # flags that change nothing here
@@ -89,17 +89,18 @@ class Sorted:
     notes: list[str] = field(default_factory=list)  # lines to print
     unknown: list[Use] = field(default_factory=list)
     refused: list[Flag] = field(default_factory=list)
-    # {flag: the name that set it first, what is typed, the value}; {flag: what turns it on, or off}
+    # {flag: (the name that set it first, the words typed, the value)}; {flag: words that turn it
+    # on}, and off
     values: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
     on: dict[str, str] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
 
 
 def in_our_words(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
-    """Return a command line in the flags of this program.
+    """Translate a command line into the flags of this program.
 
     own_names: flags of a fork of this program, which stay. Raises UsageError for a flag that is
-    unknown, refused or removed, has a value that it cannot have, or is set twice by two names.
+    unknown, refused or removed, has an invalid value, or is set to different values by two names.
     """
     found = sort(argv, own_names)
     if found.unknown:
@@ -117,8 +118,8 @@ def in_our_words(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
 
 
 def sort(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
-    """Give each flag its place. Raises UsageError for --ignore-flags with a mistake, for false
-    where true is always on, and for a flag that is set twice by two names.
+    """Classify each flag. Raises UsageError for a mistake in --ignore-flags, for the value false of
+    a switch that is always on, and for a flag that two names set to different values.
     """
     uses, found = uses_of(argv), Sorted()
     counts = _ignored(uses, own_names, found)
@@ -133,7 +134,7 @@ def sort(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
 
 
 def _sort(use: Use, found: Sorted) -> None:
-    """Place a flag, or what stands for it here."""
+    """Classify a flag, or its translation."""
     here, whole = _spelled(use.name, use.value)
     uses = [use] if here is None else _translated(use, here, whole, found.notes)
     if here == []:
@@ -160,8 +161,8 @@ def _place(use: Use, found: Sorted) -> None:
 
 
 def accept(found: Sorted) -> None:
-    """Note where an accepted flag has another effect. Raises UsageError for a value that it cannot
-    have, or that is one too many.
+    """Check the values of accepted flags, and add their notes. Raises UsageError for a value that
+    is invalid or one too many.
     """
     for use in found.accepted:
         if stray := _accept(known_flags()[use.name], use.values, found.notes):
@@ -169,7 +170,7 @@ def accept(found: Sorted) -> None:
 
 
 def _accept(flag: Flag, values: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
-    """Return the values that are too many."""
+    """Check an accepted flag, add its note, and return the values that are too many."""
     if flag.rule.nargs is None and not values:
         raise UsageError(f"{flag.name}: expected one argument")
     number = 0 if flag.rule.nargs == 0 else 1 if flag.rule.nargs is None else len(values)
@@ -191,14 +192,14 @@ def _same(value: str, allowed: str) -> bool:
 
 
 def _translated(use: Use, here: list[str], whole: bool, notes: list[str]) -> list[Use]:
-    """Return a flag in the words `here`, and add a line that says so.
+    """Return a flag translated into the words `here`, and add a line on it to `notes`.
 
-    whole: they stand for its value too. A switch may have the value true or false, which leaves it
-    out. Raises UsageError where false would turn off what is always on.
+    whole: `here` replaces the flag's value too. A switch may have the value true, or false, which
+    drops it. Raises UsageError if false would turn off a switch that is always on.
     """
     there = f"{use.name} {use.value}" if whole else use.name
     for flag in [] if here else map(known_flags().get, _turned_off(use.name)):
-        # one that changes the run when it is given (note_for) is right to be left out
+        # a flag that changes the run if it is given (note_for) may be dropped
         always = flag and flag.kind == flag_table.ACCEPTED_KIND and not flag.note_for
         if flag and always and not flag.alias_of:
             raise UsageError(f"{there}: leave it out: {flag.text}")
@@ -211,7 +212,7 @@ def _translated(use: Use, here: list[str], whole: bool, notes: list[str]) -> lis
 
 
 def value_of(argv: Sequence[str], name: str) -> str:
-    """Return the last value of a flag, by any of its names, "" where it is not given."""
+    """Return the last value of a flag, by any of its names, "" if it is not given."""
     value = ""
     for use in uses_of(argv):
         here, whole = (None, False) if use.name in live_flags() else _spelled(use.name, use.value)
@@ -221,8 +222,8 @@ def value_of(argv: Sequence[str], name: str) -> str:
 
 
 def _spelled(name: str, value: str) -> tuple[list[str] | None, bool]:
-    """Return the words of this program for a flag, None where it stays as it is, and whether they
-    stand for its value too.
+    """Return the words of this program for a flag, None if it stays as it is, and whether they
+    replace its value too.
     """
     tables = vocabulary()
     flag = _here(name)
@@ -238,30 +239,30 @@ def _spelled(name: str, value: str) -> tuple[list[str] | None, bool]:
 
 
 def _turned_off(name: str) -> list[str]:
-    """Return the flags of this program that a flag turns off, where it is taken as nothing."""
+    """Return the flags of this program that a flag with an empty translation turns off."""
     flag, tables = _here(name), vocabulary()
     others = [words[0] for (of, _), words in tables.values.items() if of == flag and words]
     return list(dict.fromkeys(others)) or [tables.same.get(flag, (flag,))[0]]
 
 
 def _here(name: str) -> str:
-    """Return a flag with - for _, where it is a flag then and was none."""
+    """Return a flag with - for _ if only that spelling is known, else unchanged."""
     plain = name.replace("_", "-")
     return plain if plain in _names() and name not in _names() else name
 
 
 @cache
 def _names() -> frozenset[str]:
-    """Return the names that mean something here."""
+    """Return the names of all known flags."""
     tables = vocabulary()
     return frozenset({*known_flags(), *tables.same, *(flag for flag, _ in tables.values)})
 
 
 def _refuse_two_names(use: Use, typed: str, other_name: str, found: Sorted) -> None:
-    """Raise UsageError where two names set one flag to different values.
+    """Raise UsageError if two names set one flag to different values.
 
-    One name may be repeated, and its last value counts: so a script's flags are changed by what
-    follows it. other_name, typed: the name as typed, and with what is typed of its value.
+    One name may be repeated, and its last value counts, so that words after those of a script
+    override them. other_name, typed: the name as typed, and the name with its value if it has one.
     """
     found.on[use.name] = typed
     flag = live_flags().get(use.name)
@@ -270,7 +271,7 @@ def _refuse_two_names(use: Use, typed: str, other_name: str, found: Sorted) -> N
     try:
         value = flag.rule.read(use.value)
     except ValueError:
-        return  # what it must be is said later
+        return  # reported later, with the rule
     first, other, before = found.values.setdefault(use.name, (other_name, typed, value))
     if before != value and first != other_name:
         raise UsageError(f"{other} and {typed} set the same: give one of them")
@@ -303,7 +304,7 @@ def _ignored(uses: Sequence[Use], own_names: Collection[str], found: Sorted) -> 
 
 
 def _refuse_known(name: str, own_names: Collection[str]) -> None:
-    """Refuse a flag that is known, or close to one that is."""
+    """Raise UsageError if --ignore-flags names a known flag, or a name close to one."""
     known = known_flags()
     if name in known or name in own_names or name in vocabulary().same:
         raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be ignored")
@@ -315,7 +316,7 @@ def _refuse_known(name: str, own_names: Collection[str]) -> None:
 
 
 def _check_count(use: Use, count: int) -> None:
-    """Raise UsageError where a flag that is ignored has not that many values."""
+    """Raise UsageError if an ignored flag does not have `count` values."""
     typed = use.words[0]
     if len(use.values) < count or count < int(use.joined):
         has = "more" if count < int(use.joined) else "fewer"
@@ -327,7 +328,7 @@ def _check_count(use: Use, count: int) -> None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Raise UsageError for a name that is no flag: what there is in place of it."""
+    """Raise UsageError for an unknown flag, with the alternative here."""
     _refuse_unknown([Use(name)])
 
 
@@ -343,7 +344,7 @@ def _refuse_unknown(unknown: Sequence[Use]) -> None:
         reasons.setdefault(_what_else(name, values[name]), []).append(name)
     others = reasons.pop("", [])
     told = "; ".join(f"{', '.join(typed)}{reason}" for reason, typed in reasons.items())
-    # several flags that are only like one of this program come from another program
+    # several flags that only resemble flags of this program come from another program
     guessed = [
         name
         for reason, names in reasons.items()
@@ -366,8 +367,8 @@ def _refuse_unknown(unknown: Sequence[Use]) -> None:
 
 
 def refuse_strays(stray: Sequence[str], uses: Sequence[Use] = ()) -> None:
-    """Raise UsageError for words that belong to no flag: what their writer may have meant, or how
-    many values the flag takes that they follow. uses: the flags of the command line.
+    """Raise UsageError for words that belong to no flag, with the flag that may be meant, or the
+    number of values that the flag before them takes. uses: the flags of the command line.
     """
     first = stray[0]
     if SETTINGS_FILE.fullmatch(first):
@@ -395,7 +396,7 @@ def refuse_strays(stray: Sequence[str], uses: Sequence[Use] = ()) -> None:
 
 def _as_flag(word: str) -> tuple[str, str] | None:
     """Return (this program's flag, "") for a word such as -lr or trainer.max_steps=9, or
-    ("", what there is in its place); None for another word.
+    ("", the alternative to it); None for another word.
     """
     name, equals, value = word.lstrip("-\u2013\u2014").partition("=")
     if not (equals or re.match(r"-\D|[\u2013\u2014]", word)):
@@ -414,7 +415,7 @@ def _as_flag(word: str) -> tuple[str, str] | None:
 
 
 def instead(name: str, value: str = "") -> str:
-    """Return what there is in place of a flag of other programs, "" where it is in no table."""
+    """Return the alternative to a flag of other programs, "" if it is in no table."""
     plain = name.replace("_", "-").lower()
     table = vocabulary().instead
     found = table.get(plain)
@@ -425,8 +426,8 @@ def instead(name: str, value: str = "") -> str:
 
 
 def _what_else(name: str, value: str) -> str:
-    """Return the rest of the sentence on a flag that was not meant, or that has another name here;
-    "" where nothing is like it.
+    """Return the rest of the sentence on an unknown flag: the alternative or similar flags, "" if
+    there are none.
     """
     last = f"--{name.rpartition('.')[2]}" if "." in name else name  # --training.steps
     for each in (name, last):
@@ -443,8 +444,9 @@ def _what_else(name: str, value: str) -> str:
 
 
 def alike_in_words(name: str) -> list[str]:
-    """Return up to 2 live flags that may mean the same as `name`, the likeliest first: those with
-    which it shares half of all words that the two have.
+    """Return up to 2 live flags that may mean the same as `name`, the likeliest first.
+
+    These are flags that share at least LIKE of the words of both names with it.
     """
     typed, scores = _words(name), dict[str, float]()
     for flag, words in _documents():
@@ -456,20 +458,20 @@ def alike_in_words(name: str) -> list[str]:
 
 @cache
 def _documents() -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return (what to write, words of a name) of each live flag, and of its other names."""
+    """Return (the flag to give, words of a name) for each live flag and each of its other names."""
     out = [(name, _words(name)) for name in live_flags()]
     out += [(" ".join(here), _words(name)) for name, here in vocabulary().same.items()]
     return tuple(out)
 
 
 def _words(name: str) -> frozenset[str]:
-    """Return the words of a flag's name, those that mean the same as one."""
+    """Return the words of a flag's name, with synonyms replaced by one word."""
     parts = re.split(r"[-_.]+", name.lower().strip("-"))
     return frozenset(SAME_WORDS.get(part, part) for part in parts) - {""}
 
 
 def suggest(name: str) -> str:
-    """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
+    """Return the rest of a sentence on an unknown flag: the closest ones, "" if there are none."""
     close = like(name, [f.name for f in known_flags().values() if f.usable])
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
@@ -496,7 +498,7 @@ def _folded(name: str) -> str:
 
 
 def _one_edit(a: str, b: str) -> bool:
-    """Return whether one letter left out, added, changed or swapped makes b of a."""
+    """Return whether one letter left out, added, changed or swapped turns a into b."""
     start = len(os.path.commonprefix((a, b)))
     a, b = a[start:], b[start:]
     end = len(os.path.commonprefix((a[::-1], b[::-1])))

@@ -19,7 +19,7 @@ NOT_GIVEN = "left out"  # how Setting.off begins where leaving the flag out has 
 
 
 class Page(NamedTuple):
-    """One answer of --help: what is above its flags, the flags, and what is below."""
+    """One page of --help: the text above its flags, the flags, and the text below."""
 
     text: str
     flags: dict[str, str]  # {flag: heading}
@@ -27,9 +27,9 @@ class Page(NamedTuple):
 
 
 def page_of(word: str, own_names: Collection[str] = ()) -> Page:
-    """Return the answer to --help WORD; "" is --help alone. own_names: flags of a fork.
+    """Return the page of --help WORD; "" is --help alone. own_names: flags of a fork.
 
-    Raises UsageError where there is no group and no flag of this name.
+    Raises UsageError if there is no group and no flag of this name.
     """
     if not word:
         return START
@@ -59,7 +59,7 @@ def page_of(word: str, own_names: Collection[str] = ()) -> Page:
 
 
 def heading(group: str) -> str:
-    """Return what a group of flags is about: the first line of its dataclass's docstring."""
+    """Return the heading of a group of flags, with the first line of its dataclass's docstring."""
     lines = (GROUPS[group][0].__doc__ or "").splitlines()
     return f"{group}: {lines[0].rstrip('.')}"
 
@@ -70,7 +70,7 @@ def of_group(group: str) -> list[Flag]:
 
 
 def effect(flag: Flag) -> str:
-    """Return what a live flag does, and in brackets its unit, off-value, default and need."""
+    """Return the help of a live flag, with its unit, off-value, default and needs in brackets."""
     choices = f"; {flag.rule.what}" * (flag.rule.metavar == "NAME")
     ours = " (ours, not Megatron's)" if flag.row.ours else ""
     facts = "; ".join(_facts(flag))
@@ -78,7 +78,7 @@ def effect(flag: Flag) -> str:
 
 
 def _facts(flag: Flag) -> list[str]:
-    """Return the unit, what turns the flag off, its default and what it needs."""
+    """Return the unit of a flag, its off-value, its default and the flags that it needs."""
     row = flag.row
     none = row.default is None or row.default is False or row.default == ()
     default = row.derived or ("" if none else _show(row.default))
@@ -107,7 +107,7 @@ def _show(value: object) -> str:
 
 
 def _start() -> Page:
-    """Return where to start, and the groups."""
+    """Return the page of --help alone: the flags to start with, and the groups."""
     lines = ["groups:"]
     for group in GROUPS:
         name, about = heading(group).split(": ", 1)
@@ -132,7 +132,7 @@ def _others() -> str:
 
 
 def _one(flag: Flag) -> Page:
-    """Return all that is known of a flag."""
+    """Return the page of one flag."""
     lines = list[str]()
     if flag.kind != flag_table.LIVE_KIND:
         values = f", {' or '.join(flag.allowed) or 'with any value'}" * (flag.rule.nargs != 0)

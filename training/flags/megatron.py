@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read megatron.toml: flags that are not live here, and the names that other trainers use.
 
-A run whose flags are all of this program never reads it.
+A run with flags of this program alone never reads it.
 """
 
 import tomllib
@@ -19,22 +19,22 @@ VALUES: dict[str, Rule] = {"": SWITCH, "one": TEXT, "several": TEXTS}
 
 
 class Difference(NamedTuple):
-    """What a flag, or its absence, means in Megatron-LM and here; --dry-run prints it."""
+    """A flag, or its absence, with another meaning in Megatron-LM; --dry-run prints it."""
 
     flags: str  # their names
-    there: str
+    there: str  # the meaning in Megatron-LM
     here: str
-    given: str = "one"  # of the flags ("all", "not all"), for the difference to count
+    given: str = "one"  # it applies if "one", "all" or "not all" of the flags are given
     name: str = ""
 
     def touches(self, given: Collection[str]) -> bool:
-        """Return whether the difference counts for a command line with these flags."""
+        """Return whether the difference applies to a command line with these flags."""
         found = [name in given for name in self.flags.split()]
         return {"one": any(found), "all": all(found), "not all": not all(found)}[self.given]
 
     @property
     def title(self) -> str:
-        """Return how the line begins."""
+        """Return the beginning of the line: the name of the difference, or its flags."""
         if self.given == "all":
             return " with ".join(self.flags.split())
         return self.name or "without " * (self.given == "not all") + ", ".join(self.flags.split())
@@ -42,12 +42,12 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What megatron.toml says."""
+    """The contents of megatron.toml."""
 
     flags: dict[str, Flag]  # Megatron-LM's, accepted or refused
     same: dict[str, tuple[str, ...]]  # {a name elsewhere: the words here}; its value follows
     values: dict[tuple[str, str], tuple[str, ...]]  # {(flag, its value elsewhere): the words here}
-    instead: dict[str, str]  # {pattern of names: what there is instead}
+    instead: dict[str, str]  # {pattern of names: the alternative here}
     with_experts: dict[str, str]  # {flag: why it stops a run with --num-experts}
     differences: tuple[Difference, ...]
 
@@ -114,5 +114,5 @@ def _flags(tables: dict[str, Any], same: dict[str, tuple[str, ...]]) -> Iterator
 
 
 def _plain(text: str) -> str:
-    """Return a text of several lines as one."""
+    """Return a text of several lines as one line."""
     return " ".join(text.split())

@@ -21,7 +21,7 @@ from training.settings.setting import flag_of
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
 MUP = "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim".split()
-# more fields of a model's own config that flags set, and those that --use-mup does
+# more fields of a model's own config that flags set, and those that --use-mup sets
 OTHERS = "rope_scaling_factor rope_original_length yarn tied make_vocab_size_divisible_by".split()
 MULTIPLIERS = "embedding_mult logits_divisor softmax_scale width_mult".split()
 ROPE = """--rotary-base --use-rope-scaling --rope-scaling-factor
@@ -66,15 +66,15 @@ def from_checkpoint(
     own: Mapping[str, Any],
     typed: Mapping[str, str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `given`, {flag: value}, and a fork's `own`, {field: value}, with what
-    --use-checkpoint-args takes from the checkpoint.
+    """Return `given`, {flag: value}, and a fork's `own`, {field: value}, completed with the values
+    that --use-checkpoint-args takes from the checkpoint.
 
-    The checkpoint is the one that the run will load: from --load, else --pretrained-checkpoint.
-    of_checkpoint(sizes, settings, --model-file or None) returns the path of the model's file and
-    the model's config. typed: {field: flag} of those of `own` that were given, the others have
-    defaults. Raises UsageError where a given flag on which weights depend contradicts the
-    checkpoint, or where there is no checkpoint; a dry run then takes the sizes that are given, and
-    adds a line to `notes`.
+    The checkpoint is the one that the run will load: from --load, else --branch-from, else
+    --pretrained-checkpoint. of_checkpoint(sizes, settings, --model-file or None) returns the path
+    of the model's file and the model's config. typed: {field: flag} of the fields of `own` that
+    were given; the others have defaults. Raises UsageError if a given flag on which weights depend
+    contradicts the checkpoint, or if there is no checkpoint; a dry run then takes the sizes that
+    are given, and adds a line to `notes`.
     """
     names = ("--load", "--branch-from", "--ckpt-step", "--pretrained-checkpoint")
     where = places(*map(given.get, names))
@@ -125,29 +125,29 @@ def from_checkpoint(
 
 
 def _layers(freq: Any, layers: int) -> list[bool]:
-    """Return for each layer whether it has experts, of --moe-layer-freq as a number or a list."""
+    """Return whether each layer has experts. freq: --moe-layer-freq, a number or a list."""
     if isinstance(freq, int):
         return [bool(freq) and i % freq == 0 for i in range(layers)]
     return [bool(each) for each in freq]
 
 
 def _own(sizes: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {field: value} of a fork's config: the fields that flags of its own set, and those
-    that no flag of ours does.
+    """Return {field: value} of a fork's config: the fields that its own flags set, and those that
+    no flag of ours sets.
     """
     ours = {*SAME, *OTHERS, *MULTIPLIERS, *EXPERT_SIZES} - own.keys()
     return {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name not in ours}
 
 
 def checked(name: str, value: Any) -> Any:
-    """Return a flag's value that a file gave, by the rule of the flag. Raises UsageError."""
+    """Return a flag's value from a file, checked by the flag's rule. Raises UsageError."""
     if value is True:
         return value
     return live_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
 
 
 def flags_of(sizes: Any) -> dict[str, Any]:
-    """Return {flag: value} for a model's config; True: a switch. Raises ValueError."""
+    """Return {flag: value} for a model's config; a switch is True. Raises ValueError."""
     out = {flag_of(name): getattr(sizes, name) for name in SAME}
     out["--kv-channels"] = sizes.head_size
     out["--group-query-attention"] = True
@@ -191,7 +191,7 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
 
 
 def _yarn(yarn: Yarn) -> dict[str, Any]:
-    """Return {flag: value} of a scaling; its attention factor as an --mscale."""
+    """Return {flag: value} of YaRN's scaling, its attention factor as an --mscale."""
     log = 0.1 * math.log(yarn.factor)
     mscale = 1.0
     if yarn.attention_factor != Yarn.suggested(yarn.factor):

@@ -21,7 +21,7 @@ INSTANCES = "--num-distributed-optimizer-instances"
 EACH = "--zero-reduce-each-microbatch"
 OFFLOAD, STATES = "--optimizer-cpu-offload", "--optimizer-state-offload"
 NO_DEVICE = "this process sees no CUDA device"
-# Flags without effect where there is a single data-parallel rank.
+# Flags without effect if there is a single data-parallel rank.
 SHARING = (
     "--use-distributed-optimizer",
     "--zero-stage",
@@ -33,7 +33,7 @@ SHARING = (
 
 
 class WrongWorldError(UsageError):
-    """A world that cannot hold copies of the model, each of which needs `copy` ranks."""
+    """The world size is not a multiple of `copy`, the number of ranks of one copy of the model."""
 
     def __init__(self, text: str, copy: int) -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class WrongWorldError(UsageError):
 
 
 def check_world(layout: ParallelConfig) -> None:
-    """Refuse a world that does not hold a whole number of model copies."""
+    """Raise WrongWorldError unless the world holds a whole number of model copies."""
     if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
         sizes = {
             "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
@@ -58,7 +58,7 @@ def check_world(layout: ParallelConfig) -> None:
 
 
 def check_context(config: Config) -> None:
-    """Raise UsageError for a cut of the sequence, or of the heads, that this layout cannot take."""
+    """Raise UsageError if the layout cannot divide the sequence, or the heads, evenly."""
     m, p = config.model, config.parallel
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     of = f"--seq-length {m.seq_length} is not a multiple of"
@@ -73,7 +73,7 @@ def check_context(config: Config) -> None:
 
 
 def _heads(config: Config, ranks: int) -> None:
-    """Refuse heads that an all-to-all over `ranks` ranks cannot share out."""
+    """Raise UsageError if an all-to-all over `ranks` ranks cannot distribute the heads."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     by = f"{SIZE} {ranks}"
     over = f" / --tensor-model-parallel-size {tp}" if tp > 1 else ""
@@ -91,7 +91,7 @@ def _heads(config: Config, ranks: int) -> None:
 
 
 def context_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
-    """Yield a line for each given flag without effect. given: {flag: value}."""
+    """Yield a line if --rank-order has no effect, or changes bits. given: {flag: value}."""
     p = config.parallel
     cp, dp = p.context_parallel_size, p.data_parallel_size
     sizes = (p.tensor_model_parallel_size, cp, dp, p.pipeline_model_parallel_size)
@@ -105,7 +105,7 @@ def context_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
 
 
 def check_overlap(config: Config) -> None:
-    """Raise UsageError for a method that this layout, or a GPU, cannot take."""
+    """Raise UsageError for a --tp-comm-overlap that the layout does not support on a GPU."""
     p = config.parallel
     flag, pp = f"--tp-comm-overlap {p.tp_comm_overlap}", p.pipeline_model_parallel_size
     if p.tp_comm_overlap == "symmetric" and pp > 1 and not on_cpu(config):
@@ -117,27 +117,27 @@ def check_overlap(config: Config) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Raise UsageError where a GPU is here and cannot be used, and no flag names a device."""
+    """Raise UsageError if this machine has a GPU that cannot be used and no flag names a device."""
     p = config.parallel
     if p.device is None and not config.run.dry_run and (why := unusable_gpu()):
         raise UsageError(f"{why}; or train on the CPU with --device cpu")
 
 
 def check_backend(config: Config) -> None:
-    """Raise UsageError for a device, or a communication library, that is not here."""
+    """Raise UsageError for --device cuda without a CUDA device."""
     p = config.parallel
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
         raise UsageError(f"--device cuda: {unusable_gpu() or NO_DEVICE}")
 
 
 def sharers(config: Config) -> str:
-    """Return what the ranks are called over which gradients are summed."""
+    """Return the name, for messages, of the ranks over which gradients are summed."""
     both = config.parallel.context_parallel_size > 1
     return "data- and context-parallel ranks" if both else "data-parallel ranks"
 
 
 def check_zero(config: Config) -> None:
-    """Raise UsageError for flags that contradict each other or the layout."""
+    """Raise UsageError for flags of ZeRO that contradict each other, the dtype or the layout."""
     p, dtype = config.parallel, config.run.dtype
     level = f"--zero-stage {p.zero}"
     if p.zero_reduce_each_microbatch and p.zero < 2:
@@ -170,7 +170,7 @@ def check_zero(config: Config) -> None:
 
 
 def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
-    """Yield a line for each given flag without effect, and for what a ZeRO stage cannot do here.
+    """Yield lines on given flags without effect, and on limits of a ZeRO stage in this layout.
 
     given: {flag: value} of the command line; config has been checked.
     """

@@ -49,12 +49,11 @@ def parse(
     of_checkpoint: model_sizes.OfCheckpoint | None = None,
     stage: int | None = None,
 ) -> Config:
-    """Return the Config of a run over `world_size` ranks; argv None is this program's own.
+    """Return the Config of a run over `world_size` ranks; argv None: sys.argv[1:].
 
-    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
-    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args, which is refused without
-    it. stage: the number of the
-    one of --data-stages whose settings are asked for; left out, where the checkpoint is. Raises
+    `extra(parser)` may add a fork's own flags; their values are in `Config.extra`. `of_checkpoint`
+    finds a checkpoint's model, for --use-checkpoint-args, which is refused without it. stage: the
+    index of the stage of --data-stages whose settings to use; None: that of the checkpoint. Raises
     UsageError naming the flag, its value and the rule; `--help` prints and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -79,10 +78,10 @@ def parse(
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
-    if made.run.skip_train:  # the flags of a run may be given as they are
+    if made.run.skip_train:  # the flags of a run may be given unchanged
         made = replace(made, checkpoint=replace(made.checkpoint, save=None, save_hf=None))
     for word in argv if made.checkpoint.save else ():
-        if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
+        if any("\ud800" <= c <= "\udfff" for c in word):  # Python's form of undecodable bytes
             _refuse_bytes(word)
     lines = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     lines += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
@@ -92,7 +91,7 @@ def parse(
 
 
 def _refuse_bytes(word: str) -> NoReturn:
-    """Raise UsageError for a word that JSON cannot hold: its bytes, or Python's reading of them."""
+    """Raise UsageError for a word with bytes that Python cannot decode, and JSON cannot hold."""
     try:
         read = word.encode(errors="surrogateescape").decode()
     except UnicodeError:
@@ -116,15 +115,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def model_file(argv: Sequence[str] | None) -> str:
-    """Return --model-file, before the rest is parsed: the file may bring flags."""
+    """Return --model-file, before the rest is parsed: the file may define flags."""
     argv = sys.argv[1:] if argv is None else argv
     return foreign.value_of(argv, "--model-file") or ModelConfig.model_file
 
 
 def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
-    """Build argparse from the flag_table. page: what its help shows; a fork's own flags always are.
+    """Build the argparse parser from the flag table.
 
-    A fork may have flags of its own that this program refuses, or accepts without an effect.
+    page: the contents of its help, to which a fork's own flags are added. A fork may define flags
+    that this program refuses, or accepts without effect.
     """
     parser = _Parser(
         prog="pretrain_llama.py",
@@ -152,7 +152,7 @@ def _plain_parser() -> _Parser:
 
 
 def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -> None:
-    """Add one flag of the flag_table. group: where help shows it."""
+    """Add one flag of the flag table. group: the group of help that shows it, None to hide it."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
     if flag.rule.nargs == 0:
         options["action"] = "store_true"
@@ -165,9 +165,9 @@ def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -
 
 
 def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
-    """Print what --help WORD asks for, and exit; where it is not given, return.
+    """Print the page of --help WORD and exit; return if --help is not given.
 
-    Raises UsageError where there is no such group or flag.
+    Raises UsageError if there is no such group or flag.
     """
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
@@ -206,9 +206,9 @@ def _read(
 def _read_ours(
     words: Sequence[str], parser: _Parser, notes: Sequence[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Return what argparse finds in the words of this program: as `_read`, without lines.
+    """Parse words of this program with argparse; return the same as `_read`, without lines.
 
-    notes: what names of other programs were taken as. Raises UsageError.
+    notes: lines on translated names, for error messages. Raises UsageError.
     """
     try:
         found, stray = parser.parse_known_args(_for_argparse(words, parser))
@@ -239,7 +239,7 @@ def _read_ours(
 def _for_argparse(words: Sequence[str], parser: _Parser) -> list[str]:
     """Return the words with `--lr -1e-4` as `--lr=-1e-4`: argparse takes -1e-4 for a flag.
 
-    A flag of any number of values stays as it is, since `=` would give it this value alone.
+    A flag with any number of values stays as it is, since `=` would give it this value alone.
     """
     out: list[str] = []
     several = {name for name, of in parser._option_string_actions.items() if of.nargs == "*"}

@@ -2,9 +2,9 @@
 """Check the flags against each other: what must divide what, and what excludes what.
 
 A rule between two or three settings is a row next to one of them (`excludes` and `stops` of
-training/settings/arguments.py). One that divides sizes, asks a device or opens files is a function,
-in CHECKS. Each raises UsageError with the flag, its value and the rule. No rule writes a file or
-waits for another rank, so a mistake is reported before the first collective.
+training/settings/arguments.py). A rule that divides sizes, queries a device or opens files is a
+function in CHECKS. Each raises UsageError with the flag, its value and the rule. No rule writes a
+file or waits for another rank, so a mistake is reported before the first collective.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 
 
 def check_given(given: dict[str, Any]) -> None:
-    """Refuse a command line that lacks a required flag or gives two that exclude each other."""
+    """Raise UsageError if a required flag is missing, or flags exclude or contradict each other."""
     required = [flag.name for flag in live_flags().values() if flag.row.required]
     if missing := [name for name in required if name not in given]:
         one = "is missing: it has" if len(missing) == 1 else "are missing: they have"
@@ -85,7 +85,7 @@ def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:
 
 
 def check_stops(config: Config) -> None:
-    """Raise UsageError with the sentence of the first row of `stops` that is broken."""
+    """Raise UsageError with the sentence of the first of all `stops` that applies."""
     for flag in live_flags().values():
         for stop in flag.row.stops:
             found = [_holds(each, config) for each in stop.when.split(" & ")]
@@ -95,7 +95,7 @@ def check_stops(config: Config) -> None:
 
 
 def _holds(condition: str, config: Config) -> str | None:
-    """Return the text of a setting's value where a condition of a Stop holds, else None."""
+    """Return the text of a setting's value if a condition of a Stop holds, else None."""
     name, _, values = condition.partition(" ")
     flag = live_flags()[name]
     value = getattr(getattr(config, flag.section), flag.dest)
@@ -105,11 +105,11 @@ def _holds(condition: str, config: Config) -> str | None:
 
 
 def _zero_counts(row: Setting) -> bool:
-    """Return whether 0 is a value like any other: of a number that is left out to turn it off."""
+    """Return whether 0 is an ordinary value: so for a number that is off if it is left out."""
     return isinstance(row.rule, Number) and row.default is None and "0" not in row.off.split()
 
 
-# what a whole config must keep to; the first that is broken is reported
+# the checks of a whole config, in order; the first failure is reported
 CHECKS: tuple[Callable[[Config], None], ...] = (
     parallel_rules.check_device,
     check_stops,
@@ -135,6 +135,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
 
 
 def check(config: Config) -> None:
-    """Raise UsageError where a whole config breaks a rule."""
+    """Raise UsageError if a whole config breaks a rule."""
     for rule in CHECKS:
         rule(config)

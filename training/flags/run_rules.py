@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the run: its faults, learning rate, log and profile, and the files that it names.
 
-The check of files opens, makes and writes nothing. A dry run may name files of another machine, so
-only the form of the flags is checked.
+The check of files makes and writes nothing. A dry run may name files of another machine, so only
+the form of the flags is checked.
 """
 
 import os
@@ -27,7 +27,7 @@ from training.settings.setting import flag_of
 
 
 def check_faults(config: Config) -> None:
-    """Raise UsageError for flags that contradict each other or the layout."""
+    """Raise UsageError for --iterations-to-skip or --hang-timeout out of range."""
     if 0 in config.fault.iterations_to_skip:
         raise UsageError("--iterations-to-skip 0: iterations count from 1")
     seconds, minutes = config.fault.hang_timeout, config.parallel.distributed_timeout_minutes
@@ -75,7 +75,7 @@ def check_learning_rate(config: Config) -> None:
 
 
 def check_run(config: Config) -> None:
-    """Raise UsageError for a resume, a profile or a record of memory that cannot be."""
+    """Raise UsageError for invalid flags of a resume, an evaluation, a log or a profile."""
     log, checkpoint = config.log, config.checkpoint
     for what in checkpoint.allow_change:
         if what not in CHANGES:
@@ -95,7 +95,7 @@ def check_run(config: Config) -> None:
     picture = config.run.memory_picture
     if picture is not None and not picture.endswith((".svg", ".png")):
         raise UsageError(f"--memory-picture {picture}: a picture is a .png or an .svg")
-    here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
+    here = config.parallel.device is None and not config.run.dry_run  # a dry run is for any machine
     if (every := log.log_layer_rms_interval) and every % log.log_interval:
         raise UsageError(
             f"--log-layer-rms-interval {every} must be a multiple of --log-interval "
@@ -117,9 +117,7 @@ def check_run(config: Config) -> None:
 
 
 def _evaluation(config: Config) -> None:
-    """Raise UsageError for a flag that asks for an evaluation where there is nothing to evaluate
-    on.
-    """
+    """Raise UsageError for a flag that asks for an evaluation without validation data."""
     run, d, c = config.run, config.data, config.checkpoint
     if c.keep_best is not None:
         _best(f"--keep-best {c.keep_best}".rstrip(), config)
@@ -143,7 +141,7 @@ def _evaluation(config: Config) -> None:
 
 
 def _best(flag: str, config: Config) -> None:
-    """Raise UsageError where no checkpoint could be the best by this set."""
+    """Raise UsageError if --keep-best names no validation set."""
     d, c = config.data, config.checkpoint
     sets = list(validation_sets(d.valid_data_path))
     if not d.multiple_validation_sets:
@@ -224,7 +222,7 @@ def _data(config: Config) -> None:
 
 
 def _lengths(config: Config) -> None:
-    """Raise UsageError where another process could not continue with the next stage."""
+    """Raise UsageError if stages need processes of their own and no resume could continue."""
     file, c = config.data.data_stages, config.checkpoint
     differ = len({stage.settings for stage in config.stages}) > 1
     if differ and not config.run.dry_run and not (c.save and c.load == c.save):
@@ -254,7 +252,7 @@ def _unweighted(who: str, flag: str, paths: tuple[str, ...]) -> None:
 def has_validation(split: str | None, train: bool, valid: bool) -> bool:
     """Return whether there is validation data: a share of --split, or --valid-data-path.
 
-    train, valid: whether these data paths are given. Raises UsageError for a --split.
+    train, valid: whether these data paths are given. Raises UsageError for an invalid --split.
     """
     return valid if train else split is None or _split(split)[1] > 0
 
@@ -267,7 +265,7 @@ def _split(text: str) -> tuple[float, float, float]:
 
 
 def shard_list(path: str, dry: bool) -> tuple[str, ...]:
-    """Return the words of --data-args-path. dry: without the file its name stands for them."""
+    """Return the words in the file --data-args-path. dry: if it is missing, return its name."""
     try:
         lines = read_plain(path, SETTINGS).decode().splitlines()
     except OSError as error:
@@ -286,7 +284,7 @@ def shard_list(path: str, dry: bool) -> tuple[str, ...]:
 
 
 def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
-    """Refuse a blend that cannot be parsed, or a prefix without its two files."""
+    """Raise UsageError for a blend that cannot be parsed, or a prefix without its two files."""
     try:
         prefixes, _ = parse_blend(paths, flag)
     except ValueError as error:
@@ -306,7 +304,7 @@ def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
 
 
 def _directories(config: Config) -> None:
-    """Refuse outputs that could not be written."""
+    """Raise UsageError for outputs that could not be written."""
     log = config.log
     saves = None if config.run.skip_train else config.checkpoint
     directories = {
@@ -334,12 +332,12 @@ def _directories(config: Config) -> None:
 
 
 def _to_make(path: str | None) -> str | None:
-    """Return a directory that is not there; another user may have filled one that is."""
+    """Return a directory that must be made, else None: an existing cache may be another user's."""
     return None if path and os.path.isdir(path) else path
 
 
 def _checkpoints(c: CheckpointConfig) -> None:
-    """Raise ValueError where saves, or their Hugging Face folders, would meet something else."""
+    """Raise ValueError if the directory of --save or --save-hf holds something else."""
     if c.save:
         refuse_to_save(Path(c.save), "--save")
     if not c.save_hf:
@@ -366,7 +364,10 @@ def _checkpoints(c: CheckpointConfig) -> None:
 
 
 def _writable(named: str, standing: str) -> None:
-    """Refuse a directory that could not be made or written; make nothing. named: flag and value."""
+    """Raise UsageError if a directory could not be made or written; make nothing.
+
+    named: flag and value. standing: the directory.
+    """
     while not os.path.lexists(standing):
         standing = os.path.dirname(standing)
     if not os.path.isdir(standing):

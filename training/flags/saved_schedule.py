@@ -22,8 +22,8 @@ TAKEN = ("lr", "min_lr", "lr_decay_style", "weight_decay")
 def from_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given`, {flag: value}, with the schedule of the checkpoint that --load will resume.
 
-    Where --load holds none, or only weights are loaded, the flags hold, as in Megatron-LM. Raises
-    UsageError where the two runs count the schedule's lengths in different units.
+    If --load holds none, or only weights are loaded, the flags apply, as in Megatron-LM. Raises
+    UsageError if the two runs count the schedule's lengths in different units.
     """
     if "--load" not in given or "--finetune" in given or "--no-load-optim" in given:
         return dict(given)

@@ -10,7 +10,7 @@ PASSES = 1 << 17  # forwards of all stages in one step
 
 
 def check(config: Config) -> None:
-    """Raise UsageError for sizes that no layout trains."""
+    """Raise UsageError for sizes of a model that are invalid in every layout."""
     m = config.model
     if m.kv_channels % 2:
         raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
@@ -48,7 +48,7 @@ def check(config: Config) -> None:
 
 
 def _yarn(m: ModelConfig) -> None:
-    """Raise UsageError for YaRN's numbers that contradict each other or other flags."""
+    """Raise UsageError for settings of YaRN that contradict each other or other flags."""
     if m.rotary_base <= 1:
         raise UsageError(
             f"--rotary-base {m.rotary_base:g} must be above 1 with --position-embedding-type yarn"
@@ -61,7 +61,7 @@ def _yarn(m: ModelConfig) -> None:
 
 
 def mup_notes(config: Config) -> list[str]:
-    """Return a line on what muP is in this run, and one where Muon's scale does not go with it."""
+    """Return lines on muP's width factor, and on flags that do not scale with the width."""
     m, o = config.model, config.optimizer
     if not m.use_mup:
         return []
@@ -81,10 +81,10 @@ def mup_notes(config: Config) -> list[str]:
 
 
 def check_cut(config: Config) -> None:
-    """Raise UsageError where heads or channels do not divide over the tensor-parallel ranks.
+    """Raise UsageError if heads or channels do not divide over the tensor-parallel ranks.
 
-    A rank has whole query heads. It has whole key/value heads too or, where these are fewer than
-    the ranks, its part of one that the same number of ranks share (mpu/layers/qkv.py).
+    A rank has whole query heads. It also has whole key/value heads or, if there are fewer of them
+    than ranks, a part of one head, which equally many ranks share (mpu/layers/qkv.py).
     """
     m, t = config.model, config.parallel.tensor_model_parallel_size
     tp, groups = f"--tensor-model-parallel-size {t}", f"--num-query-groups {m.num_query_groups}"
@@ -104,13 +104,13 @@ def check_cut(config: Config) -> None:
 
 
 def divides(what: str, rest: int, by: str, why: str) -> None:
-    """Raise UsageError where a division has a rest. what, by: the flags with their numbers."""
+    """Raise UsageError if `rest`, a remainder, is not 0. what, by: the flags with their values."""
     if rest:
         raise UsageError(f"{what} is not a multiple of {by}: {why}")
 
 
 def check_micro_batch(config: Config) -> None:
-    """Raise UsageError for more tokens at a time than an index counts."""
+    """Raise UsageError for a micro-batch of more than TOKENS tokens."""
     b, s = config.batch.micro_batch_size, config.model.seq_length
     if b * s > TOKENS:
         raise UsageError(
@@ -119,7 +119,7 @@ def check_micro_batch(config: Config) -> None:
 
 
 def check_batch(config: Config) -> None:
-    """Raise UsageError for a batch that does not divide, or whose step cannot be put in order."""
+    """Raise UsageError for a batch that does not divide, or has more than PASSES forwards."""
     batch, dp = config.batch, config.parallel.data_parallel_size
     flag = "--global-batch-size"
     if batch.step_batch_size_schedule is not None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of settings: every flag that does something is a field of a dataclass here.
+"""The table of settings: every flag that has an effect is a field of a dataclass here.
 
-A field has the name of its Megatron-LM flag with underscores. setting(...) says its default, what
-it does, its unit, the rule of its value and what it needs (setting.py). From the fields
-come argparse, --help, Config (config.py), the lines on flags without an effect, and
-docs/flags.md. A dataclass is a group of --help; GROUPS has their order. The rules between flags
-are in training/flags/rules.py.
+A field has the name of its Megatron-LM flag, with underscores. setting(...) gives its default,
+help text, unit, the rule of its value and the flags that it needs (setting.py). argparse, --help,
+Config (config.py), the lines on flags without effect and docs/flags.md are made from the fields.
+Each dataclass is a group of --help, in the order of GROUPS. The rules between flags are in
+training/flags/rules.py.
 """
 
 from dataclasses import dataclass, fields
@@ -43,7 +43,7 @@ from training.settings.setting import (
 YARN: dict[str, Any] = {
     "needs": "--position-embedding-type", "needs_value": "yarn", "added": True,
 }  # fmt: skip
-CHANGES = ("seed", "data", "tokenizer", "batch", "rope", "mup")  # what --allow-change may name
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope", "mup")  # values of --allow-change
 TOKENIZERS = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
@@ -246,14 +246,14 @@ class ModelConfig:
 
 
 EXPERTS, REHEARSE = "--num-experts", "--rehearse"
-OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
+OPTIMIZERS_ELSEWHERE = tuple(  # those that only Megatron-LM has
     (name, f"{words} is not available here; docs/optimizers.md says how to add an optimizer")
     for name, words in (
         ("sgd", "SGD"), ("lion", "Lion"), ("soap", "SOAP"), ("adaptive_muon", "AdaMuon")
     )
 )  # fmt: skip
 MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon", "added": True}
-# the sizes of a model with experts besides a Llama's: fields of MoEConfig, here and in model/moe.py
+# sizes that experts add to those of a Llama: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
     moe_shared_expert_intermediate_size qk_layernorm moe_router_enable_expert_bias
@@ -424,7 +424,7 @@ class MoEConfig:
 
     @property
     def experts(self) -> int:
-        """Return the experts of a layer, 0 where the model is dense."""
+        """Return the number of experts of a layer, 0 for a dense model."""
         return self.num_experts if self.num_experts > 1 else 0
 
 
@@ -869,7 +869,7 @@ class ParallelConfig(Communication, Kernels, Recompute, Zero, Pipeline, Layout):
 
     @property
     def gradient_ranks(self) -> int:
-        """Return how many ranks a gradient is summed over, D x c."""
+        """Return the number of ranks over which a gradient is summed, D x c."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
@@ -879,7 +879,7 @@ class ParallelConfig(Communication, Kernels, Recompute, Zero, Pipeline, Layout):
 
     @property
     def shard_size(self) -> int:
-        """Return how many ranks share one optimizer state, 1 at stage 0."""
+        """Return the number of ranks that share one copy of the optimizer state, 1 at stage 0."""
         ranks = self.gradient_ranks if self.zero else 1
         return ranks // self.num_distributed_optimizer_instances
 
@@ -890,7 +890,7 @@ class ParallelConfig(Communication, Kernels, Recompute, Zero, Pipeline, Layout):
 
     @property
     def defers_output_layer(self) -> bool:
-        """Return whether the output layer's weight gradients wait until a rank's backward is over.
+        """Return whether the output layer's weight gradients are computed after a rank's backwards.
 
         A split schedule defers all weight gradients, each until its own W.
         """
@@ -1871,8 +1871,8 @@ class RehearseConfig:
     )
 
 
-# {the name of a group in --help: its dataclass, and the section of Config that has its fields}, in
-# the order in which a newcomer needs them
+# {group of --help: (its dataclass, the section of Config that has its fields)}, in the order in
+# which a newcomer needs them
 GROUPS: dict[str, tuple[Any, str]] = {
     "model": (ModelConfig, "model"),
     "data": (DataConfig, "data"),
@@ -1893,7 +1893,7 @@ GROUPS: dict[str, tuple[Any, str]] = {
     "fault": (FaultConfig, "fault"),
     "rehearse": (RehearseConfig, "rehearse"),
 }
-# {group: flags that set a field of another name}: training/flags/derived.py says which
+# {group: {flag: row}} of flags that set a field of another name (training/flags/derived.py)
 OTHER_FLAGS: dict[str, dict[str, Setting]] = {
     "pipeline": {
         "num_layers_per_virtual_pipeline_stage": Setting(
@@ -1934,7 +1934,7 @@ OTHER_FLAGS: dict[str, dict[str, Setting]] = {
         ),
     },
 }
-# each row by its dotted name in Config
+# {dotted name in Config: row}
 SETTINGS: dict[str, Setting] = {
     f"{section}.{part.name}": part.metadata["setting"]
     for kind, section in GROUPS.values()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute how many samples a step takes, and turn steps into samples and back.
+"""Compute the batch size of each step, and convert between steps and samples.
 
 The clock of a run is the number of samples consumed, and the batch size is a pure function of it.
 So a resumed run needs no other state, and every layout sees the same batch sizes.
@@ -18,7 +18,7 @@ def parse_schedule(text: str, seq_length: int) -> Schedule:
     """Read "0:768 250B:1536" into ((first sample, batch size), ...), sorted.
 
     A threshold counts tokens and may end in K, M, B or T; samples are threshold // seq_length.
-    Raises UsageError where read_schedule does, and where two thresholds fall on one sample.
+    Raises UsageError as read_schedule does, and if two thresholds fall on one sample.
     """
     steps = [(tokens // seq_length, size) for tokens, size in read_schedule(text)]
     for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
@@ -52,7 +52,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def count(word: str) -> int:
-    """Return the number that 250B, 1.5K or 768 stands for. Raises ValueError."""
+    """Parse a count such as 250B, 1.5K or 768. Raises ValueError."""
     factor = _SUFFIX.get(word[-1:].upper(), 1)
     try:
         value = float(word[:-1] if factor > 1 else word) * factor
@@ -74,7 +74,7 @@ def schedule(config: Config) -> Schedule:
 
 
 def steps_of(sizes: Sequence[Sequence[int]], consumed: int) -> list[list[int]]:
-    """Return [sample, batch size] where the size of a step changes, below `consumed` samples."""
+    """Return [first sample, batch size] of each run of equal steps, up to `consumed` samples."""
     found, at = [], 0
     for (_, size), following in zip(sizes, [*sizes[1:], (consumed, 0)], strict=True):
         steps = -(-(min(following[0], consumed) - at) // size)
@@ -96,7 +96,7 @@ def micro_batches(config: Config, consumed: int) -> int:
 
 
 def samples_after(config: Config, iterations: int) -> int:
-    """Return how many samples `iterations` steps from the start consume.
+    """Return the number of samples that the first `iterations` steps consume.
 
     A batch size ends with the first step that reaches the next threshold.
     """

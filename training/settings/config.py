@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the settings of a run in one frozen object: parsed once, then only read.
+"""Define Config, which holds the settings of a run: parsed once, then read-only.
 
 Its sections and their fields are the table of arguments.py. `training.flags.parse.parse` makes a
 `Config` from a command line and checks it. Nothing here uses argparse, files or ranks.
@@ -34,17 +34,18 @@ class UsageError(ValueError):
     """A mistake in the command line; the message names the flag, its value and the rule."""
 
 
-# The settings that define a run's numbers, but for those of `changes_numbers=False`. Layout, output
-# paths and logging do not.
+# Sections and settings that determine a run's results, except those with `changes_numbers=False`.
+# Layout, output paths and logging do not.
 _MATHEMATICS = ("model", "moe", "batch", "optimizer", "data", "run.seed", "run.dtype")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run with data of its own (--data-stages).
+    """A part of a run with its own training data (--data-stages).
 
-    settings: (field of ModelConfig, value) of all that a stage may set. first_sample, first_token:
-    what is consumed when it begins, with the first step that finds start_tokens consumed.
+    settings: (field of ModelConfig, value) for each field that a stage may set. first_sample,
+    first_token: the samples and tokens consumed before it begins. It begins with the first step
+    before which start_tokens are consumed.
     """
 
     name: str
@@ -64,8 +65,8 @@ class Stage:
 class Config:
     """Every setting of a run.
 
-    notes: to print. extra: of a fork. stages: of --data-stages. given: the names of the flags as
-    typed. command_line: all of its words.
+    extra: a fork's own settings. stages: those of --data-stages. notes: lines to print. given: the
+    names of the flags on the command line. command_line: its words.
     """
 
     model: ModelConfig
@@ -89,7 +90,7 @@ class Config:
 
     @property
     def expert_model_parallel_size(self) -> int:
-        """Return the ranks of the axis ep, 0 where the model has no experts.
+        """Return the number of ranks of the axis ep, 0 for a model without experts.
 
         A fork's own flag of this name may set it (docs/forking.md).
         """
@@ -97,7 +98,10 @@ class Config:
         return int(dict(self.extra).get("expert_model_parallel_size", own))
 
     def flat(self) -> dict[str, Any]:
-        """Return every setting under its dotted name ("model.hidden_size"), in JSON's types."""
+        """Return {dotted name ("model.hidden_size"): value} of the settings, in JSON's types.
+
+        Settings that older checkpoints lack are left out at their defaults.
+        """
         out: dict[str, Any] = {}
         for part in fields(self):
             value = getattr(self, part.name)
@@ -111,7 +115,7 @@ class Config:
         return {k: _plain(v) for k, v in out.items() if k not in older or v != older[k]}
 
     def digest(self) -> str:
-        """Return the SHA-256 of the settings that define the numbers of the run, in hex."""
+        """Return the SHA-256 of the settings that determine the run's results, in hex."""
         starts = tuple(m if "." in m else f"{m}." for m in _MATHEMATICS)
         flat = self.flat()
         without = {name for name, row in SETTINGS.items() if not row.changes_numbers}
@@ -127,7 +131,7 @@ class Config:
     def with_vocab(self, tokenizer_vocab: int) -> "Config":
         """Return the config for a tokenizer of that many entries; a larger --vocab-size is kept.
 
-        Raises UsageError where the tokenizer has more entries than --vocab-size allows.
+        Raises UsageError if the tokenizer has more entries than --vocab-size allows.
         """
         stated = self.model.vocab_size or tokenizer_vocab
         if stated < tokenizer_vocab:
@@ -151,7 +155,7 @@ def _idle(row: Any, flat: dict[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return dtypes as names and tuples as lists, so that JSON gives the same value back."""
+    """Return dtypes as names and tuples as lists, so that JSON keeps the value unchanged."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, dict):

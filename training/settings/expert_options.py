@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flags of a mixture of experts mean for a model and its layers."""
+"""Convert the flags of a mixture of experts into sizes of the model and options of its layers."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from training.settings.config import Config
 
 
 def own_sizes(config: Config) -> dict[str, Any]:
-    """Return the sizes that only some models have, by name: of experts, and a fork's own."""
+    """Return {name: size} of the sizes that a dense Llama lacks: of experts, and a fork's own."""
     names = EXPERT_SIZES if config.moe.experts else ()
     return {name: getattr(config.moe, name) for name in names} | dict(config.extra)
 
 
 def expert_options(config: Config) -> ExpertOptions:
-    """Return what the flags ask of a mixture of experts besides its sizes."""
+    """Return the options of a mixture of experts other than its sizes."""
     m, kinds = config.moe, config.moe.moe_router_load_balancing_type
     coefficients = m.moe_aux_loss_coeff * (len(kinds) // len(m.moe_aux_loss_coeff))
     losses = zip(kinds, coefficients, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a model's layers the recipe that the flags of float8 ask for."""
+"""Switch a model's layers to the float8 recipe of the flags."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from training.settings.config import Config, UsageError
 
 
 def layers_in_bf16(config: Config) -> set[int]:
-    """Return the numbers of the layers that stay out of float8."""
+    """Return the indices of the layers that stay in bf16."""
     f, count = config.float8, config.model.num_layers
     if not f.first_last_layers_bf16:
         return set()
@@ -22,7 +22,7 @@ def layers_in_bf16(config: Config) -> set[int]:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise UsageError where a GPU cannot multiply as the run's recipe asks."""
+    """Raise UsageError if a GPU does not support the run's float8 recipe."""
     f = config.float8
     if f.fp8_format is not None and device.type == "cuda":
         assert f.fp8_recipe is not None, "compute_rules.check_float8"
@@ -31,7 +31,7 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def recipe_of(config: Config, ctx: LayerContext) -> Float8:
-    """Return the recipe of a run in float8, of delayed scales without their amaxes."""
+    """Return the run's float8 recipe, without the amax histories of delayed scaling."""
     f = config.float8
     assert f.fp8_recipe is not None and f.fp8_format is not None, "compute_rules.check_float8"
     batch, dp = config.batch, config.parallel.data_parallel_size
@@ -43,7 +43,7 @@ def recipe_of(config: Config, ctx: LayerContext) -> Float8:
 
 
 def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
-    """Let a model's layers multiply in float8 if the run does. Raises ValueError (use_float8)."""
+    """Switch a model's layers to float8 if the run uses it. Raises ValueError (use_float8)."""
     f = config.float8
     if f.fp8_format is not None:
         check_device(config, ctx.device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a new model what the flags ask of its layers, and decide which activations are kept,
-recomputed or put in host memory.
+"""Configure the layers of a new model from the flags, and choose which activations are kept,
+recomputed or offloaded to host memory.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def accumulate_dtype(config: Config) -> torch.dtype:
 
 
 def main_grads_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which a rank adds up its own gradients."""
+    """Return the dtype in which a rank accumulates its own gradients."""
     return zero_config(config).main_grads_dtype or accumulate_dtype(config)
 
 
@@ -41,12 +41,12 @@ def context_of(
     even_experts: bool = False,
     **other: Any,
 ) -> LayerContext:
-    """Return what the layers of a rank's model may know, by the flags.
+    """Return the LayerContext of a rank's model, from the flags.
 
-    It is the only maker of a run's contexts: what measures, warms up or plans a step builds its
-    model with that of the step. even_experts: of a model whose weights have no values, so that all
-    experts score alike: tokens are spread over them, as in training. other: fields of LayerContext
-    that are not as the flags say.
+    Every context of a run is made here, so code that measures, warms up or plans a step builds its
+    model with the same options as the step. even_experts: spread tokens evenly over the experts,
+    for a model whose weights have no values, where all experts would score alike. other: fields of
+    LayerContext that override the flags.
     """
     p, experts = config.parallel, expert_options(config)
     given: dict[str, Any] = {
@@ -84,7 +84,7 @@ def recompute_of(
 
 
 def as_configured(config: Config, model: nn.Module, ctx: LayerContext) -> None:
-    """Let a new model do what the flags ask of its layers. Raises ValueError where it cannot."""
+    """Configure the layers of a new model from the flags. Raises ValueError if they do not fit."""
     check_modules(config, model)
     in_float8(config, model, ctx)
     if config.parallel.defers_output_layer:
@@ -94,7 +94,7 @@ def as_configured(config: Config, model: nn.Module, ctx: LayerContext) -> None:
 
 
 def check_modules(config: Config, model: nn.Module) -> None:
-    """Raise UsageError where --offload-modules names what no numbered layer of a model has."""
+    """Raise UsageError if --offload-modules names a module that no numbered layer of it has."""
     names: set[str] = set()
     for name, _ in model.named_modules():
         parts = name.split(".")

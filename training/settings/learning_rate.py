@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the learning rate, a pure function of the samples consumed so far.
 
-A resumed run, or one with another layout, reads the same curve. The formulas are Megatron-LM's; so
-the first step of a run with warm-up uses --lr-warmup-init (0).
+A resumed run, or one with another layout, follows the same curve. The formulas are Megatron-LM's,
+so the first step of a run with warm-up uses --lr-warmup-init (0).
 
     W warm-up, D end of the decay, A length of WSD's last part, all in samples; n samples consumed
     n <= W (W > 0)   init + (peak - init) n/W

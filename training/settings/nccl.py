@@ -2,7 +2,7 @@
 """Read --nccl-communicator-config-path: Megatron's file of NCCL settings, by group.
 
     dp:                    tp, cp, dp, dp_cp, pp, embd, ep or expt_dp
-      min_ctas: 4          thread blocks, at least and at most, of a collective of the group
+      min_ctas: 4          minimum and maximum of thread blocks for a collective of the group
       max_ctas: 16
       cga_cluster_size: 2
       net_name: IB
@@ -20,7 +20,7 @@ from training.settings.config import UsageError
 
 FLAG = "--nccl-communicator-config-path"
 LARGEST = 1 << 16  # bytes
-GROUPS = {  # by Megatron's names: ours
+GROUPS = {  # {Megatron's name: ours}
     name: name for name in ("tp", "cp", "dp", "dp_cp", "pp", "embd", "ep")
 } | {"expt_dp": "edp"}  # fmt: skip
 KINDS: dict[str, type] = {

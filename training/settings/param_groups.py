@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read --param-group: parameters by patterns of their names, and what differs for them.
+"""Read --param-group: parameters selected by patterns of their names, and their properties.
 
     --param-group PATTERN... PROPERTY...
     PROPERTY   frozen | trained | lr-mult=X | wd-mult=X
 
-A pattern is one of a shell (fnmatch: *, ?, [abc]), and * also stands for dots. It is compared with
-the two names of a parameter: the model's own (layers.0.attention.qkv.weight) and those in a
-checkpoint, which are Hugging Face's (model.layers.0.self_attn.q_proj.weight, ...). A parameter that
-fuses several tensors of a checkpoint is updated as a whole, so the patterns of a flag name all of
-them or none. Of several flags that give a parameter the same property the last one counts.
+A pattern is a shell pattern (fnmatch: *, ?, [abc]), whose * also matches dots. It is compared with
+the names of a parameter: the model's own (layers.0.attention.qkv.weight) and those in a checkpoint,
+which are Hugging Face's (model.layers.0.self_attn.q_proj.weight, ...). A parameter that fuses
+several tensors of a checkpoint is updated as a whole, so the patterns of a flag must match all of
+them or none. If several flags give a parameter the same property, the last one counts.
 
-`assign` decides on the whole model, by checkpoint names, and `apply` does it to a rank's part: so
-every pipeline rank, and both ends of tied embeddings, have the same. The learning rate of a group
-is multiplied by X, --min-lr and the warm-up with it, as Megatron-LM's lr_mult; so is its weight
-decay, as wd_mult.
+`assign` decides for the whole model, by checkpoint names, and `apply` carries it out on a rank's
+part, so that all pipeline ranks and both ends of tied embeddings agree. lr-mult=X multiplies the
+learning rate of a group, with --min-lr and the warm-up, as Megatron-LM's lr_mult does; wd-mult=X
+multiplies its weight decay.
 """
 
 import difflib
@@ -36,7 +36,7 @@ FACTOR = Number("X", high=1_000_000, integer=False)
 
 
 class ParamGroup(NamedTuple):
-    """One --param-group. trains, lr_mult, wd_mult: None where the flag does not give it."""
+    """One --param-group. trains, lr_mult, wd_mult: None if the flag does not set it."""
 
     patterns: tuple[str, ...]
     trains: bool | None = None
@@ -45,7 +45,7 @@ class ParamGroup(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """What the flags say of a parameter. trains: None is what the model's file says."""
+    """The properties of a parameter. trains: None leaves it as the model's file sets it."""
 
     trains: bool | None = None
     lr_mult: float = 1.0
@@ -76,7 +76,7 @@ PARAM_GROUP = GroupRule()
 
 
 def read(text: str) -> ParamGroup:
-    """Return the patterns and properties of one flag. Raises ValueError: the rest of a sentence."""
+    """Parse the value of one flag. Raises ValueError, whose text does not name the flag."""
     patterns, found = list[str](), dict[str, bool | float]()
     for word in text.split():
         name, equals, value = word.partition("=")
@@ -112,7 +112,7 @@ def read(text: str) -> ParamGroup:
 
 
 def factors(texts: Sequence[str]) -> Iterator[tuple[float, float]]:
-    """Yield each pair of factors, of learning rate and weight decay, that a parameter may have."""
+    """Yield each pair (lr_mult, wd_mult) that a parameter may have."""
     groups = [read(text) for text in texts]
     lr = dict.fromkeys([1.0, *(g.lr_mult for g in groups if g.lr_mult is not None)])
     wd = dict.fromkeys([1.0, *(g.wd_mult for g in groups if g.wd_mult is not None)])
@@ -122,18 +122,18 @@ def factors(texts: Sequence[str]) -> Iterator[tuple[float, float]]:
 def assign(
     texts: Sequence[str], model: nn.Module, names: Mapping[str, Sequence[str]], weight_decay: float
 ) -> dict[str, Assigned]:
-    """Return what the flags say of each parameter, by the first of its names in a checkpoint.
+    """Return {first name in a checkpoint: properties} of each parameter.
 
-    model: all of it, on one rank. names: of each parameter, those in a checkpoint. Raises
-    ValueError, a sentence that names flag and pattern, where a pattern names nothing or a part of a
-    parameter, where a flag has no effect, and where nothing would train.
+    model: the whole model, on one rank. names: {parameter: its names in a checkpoint}. Raises
+    ValueError, naming flag and pattern, if a pattern matches nothing or only a part of a parameter,
+    if a flag has no effect, or if no parameter would train.
     """
     params = {
         name: (param, tuple(names.get(name) or [name])) for name, param in unique_parameters(model)
     }
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - params.keys()
     found = dict.fromkeys(params, Assigned())
-    said: list[dict[str, set[str]]] = []  # of each flag: {property: parameters that have it of it}
+    said: list[dict[str, set[str]]] = []  # per flag: {property: parameters that it sets}
     for text in texts:
         group = read(text)
         fits = _matcher(group.patterns)
@@ -163,7 +163,7 @@ def assign(
 
 
 def _named(text: str, fits: Callable[[str], bool], name: str, theirs: Sequence[str]) -> bool:
-    """Return whether a flag names a parameter. Raises ValueError where it names a part of it."""
+    """Return whether a flag names a parameter. Raises ValueError if it names only a part of it."""
     parts = [*filter(fits, theirs)]
     if fits(name):
         return True
@@ -177,7 +177,7 @@ def _named(text: str, fits: Callable[[str], bool], name: str, theirs: Sequence[s
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return what says whether one of the patterns fits a name."""
+    """Return a function that tests whether a name matches one of the patterns."""
     fits = re.compile("|".join(map(translate, patterns))).match
     return lambda name: fits(name) is not None
 
@@ -188,7 +188,7 @@ def _check_names(
     params: Mapping[str, tuple[nn.Parameter, Sequence[str]]],
     tied: Iterable[str],
 ) -> None:
-    """Raise ValueError where a pattern fits no name."""
+    """Raise ValueError if a pattern matches no name."""
     every = [each for name, (_, theirs) in params.items() for each in (name, *theirs)]
     fits = _matcher([pattern])
     if any(map(fits, every)):
@@ -210,12 +210,12 @@ def _check_names(
 
 
 def _starred(name: str) -> str:
-    """Return a name with * for its numbers."""
+    """Return a name with its numbers replaced by *."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return some of the names, those of layers once."""
+    """Return up to 12 of the names as text, with * for layer numbers."""
     found = [*dict.fromkeys(map(_starred, names))]
     return ", ".join(found[:12]) + ", ..." * (len(found) > 12)
 
@@ -231,9 +231,9 @@ def _check_effect(
     frozen: set[str],
     weight_decay: float,
 ) -> None:
-    """Raise ValueError where a property of a flag changes nothing.
+    """Raise ValueError if a property of a flag has no effect.
 
-    chosen: the parameters that no later flag gives it.
+    chosen: the parameters that have it from this flag, not from a later one.
     """
     word = {"lr_mult": LR, "wd_mult": WD}.get(key, "it")
     if not chosen:
@@ -259,9 +259,9 @@ def _check_effect(
 def apply(
     assigned: Mapping[str, Assigned], model: nn.Module, names: Mapping[str, Sequence[str]]
 ) -> None:
-    """Freeze what is frozen of a rank's part of the model, and give its parameters their groups.
+    """Freeze or unfreeze the parameters of a rank's part of the model, and set their groups.
 
-    assigned: of `assign`. names: of each parameter here, those in a checkpoint.
+    assigned: the result of `assign`. names: {parameter: its names in a checkpoint}.
     """
     for name, param in unique_parameters(model):
         said = assigned[(names.get(name) or [name])[0]]
@@ -270,8 +270,9 @@ def apply(
 
 
 def lines(params: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return how much of a whole model trains, and with which factors; none where all does, with
-    none.
+    """Return lines on the frozen parameters and on the factors of a whole model.
+
+    There are none if all parameters train and no factor differs from 1.
     """
     frozen = [name for name, param in params.items() if not param.requires_grad]
     out = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the flags into a pipeline's cut and schedule, by arithmetic, without a model.
+"""Compute a pipeline's stages and schedule from the flags, without a model.
 
-p pipeline ranks, v virtual stages a rank, m micro-batches a step
+p pipeline ranks, v virtual stages per rank, m micro-batches per step
 """
 
 from dataclasses import replace
@@ -52,9 +52,9 @@ def own_stages(config: Config, pp_rank: int) -> list[int]:
 
 
 def schedule_of(config: Config, micro_batches: int) -> Schedule:
-    """Return the schedule of a step of so many micro-batches.
+    """Return the schedule of a step of `micro_batches` micro-batches.
 
-    Raises UsageError where --pipeline-schedule cannot run that many.
+    Raises UsageError if --pipeline-schedule cannot run that many.
     """
     p, one = config.parallel, config.batch.micro_batch_size
     try:
@@ -78,7 +78,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
 
 
 def head_again(config: Config) -> tuple[bool, bool]:
-    """Return whether B, and whether W, computes the logits again (--fused-linear-cross-entropy)."""
+    """Return whether B, and whether W, recomputes the logits (--fused-linear-cross-entropy)."""
     p = config.parallel
     waits = p.defer_embedding_wgrad_compute or p.schedule in SPLIT
     return p.fused_linear_cross_entropy, p.fused_linear_cross_entropy and waits
@@ -93,16 +93,16 @@ def recomputed_layers(config: Config, stage: Stage) -> int:
 
 
 def messages(config: Config, pp_rank: int) -> int:
-    """Return a pipeline rank's sends for one micro-batch: activations on, gradients back."""
+    """Return the number of messages that a pipeline rank sends for one micro-batch."""
     own, p = own_stages(config, pp_rank), config.parallel
     last = p.pipeline_model_parallel_size * p.virtual_stages - 1
     return sum(0 <= to <= last and to not in own for s in own for to in (s - 1, s + 1))
 
 
 def virtual_stages(given: dict[str, Any], num_layers: int) -> int | None:
-    """Return v where a layout or a number of layers a stage gives it; else None.
+    """Return v if a layout or a number of layers per stage determines it, else None.
 
-    given: {flag: value}. Raises UsageError where they do not divide.
+    given: {flag: value}. Raises UsageError if the layers or stages do not divide.
     """
     p = given.get(SIZE, 1)
     written, each = given.get(LAYOUT), given.get(PER_STAGE)

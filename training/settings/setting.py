@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what a row of the table of settings (training/settings/arguments.py) consists of.
+"""Define Setting, a row of the table in training/settings/arguments.py, and Rule.
 
-A rule reads the text of a flag.
+A rule parses and checks the text of a flag.
 """
 
 import ast
@@ -17,20 +17,20 @@ DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 @dataclass(frozen=True)
 class Rule:
-    """What the text of a flag must be; here any."""
+    """The rule of a flag's text; this base class accepts any text."""
 
-    metavar: str = "TEXT"  # how --help writes the value
-    nargs: str | int | None = None  # argparse's: 0 a switch, "*" any number, "?" may be bare
-    bare: str | None = None  # what the flag means without a value
+    metavar: str = "TEXT"  # the value in --help
+    nargs: str | int | None = None  # argparse's: 0 a switch, "*" any number, "?" optional
+    bare: str | None = None  # the value of a flag that is given without one
     repeated: ClassVar[bool] = False  # each use of the flag adds a value, of several words
 
     @property
     def what(self) -> str:
-        """Return what the text must be, "" where any will do."""
+        """Return the rule in words, "" if any text is valid."""
         return ""
 
     def read(self, text: str) -> Any:
-        """Return the value. Raises ValueError, which says what the text must be."""
+        """Return the value of a text. Raises ValueError with the rule in words."""
         return text
 
 
@@ -44,16 +44,16 @@ SET = Rule("SET", "?", bare="")
 
 @dataclass(frozen=True)
 class Number(Rule):
-    """A number between bounds. A bound that is `open` is not reached."""
+    """A number between bounds; an `open` bound is exclusive."""
 
     low: float = 0
     high: float | None = None
     integer: bool = True
-    open: bool = False  # the upper bound, or the lower one where there is no upper
-    lacking: tuple[tuple[str, str], ...] = ()  # words that are refused, and what to do instead
+    open: bool = False  # the upper bound, or the lower one if there is no upper
+    lacking: tuple[tuple[str, str], ...] = ()  # values that are refused, and what to do instead
 
     def read(self, text: str) -> int | float:
-        """Return the number that the text writes out."""
+        """Return the number in the text."""
         number, written = (int, INTEGER) if self.integer else (float, DECIMAL)
         value = number(text) if written.fullmatch(text) else math.nan
         high = self.high if self.high is not None else MOST if self.integer else math.inf
@@ -78,8 +78,9 @@ class Number(Rule):
 
 @dataclass(frozen=True)
 class Choice(Rule):
-    """One of a few names; digits are read as a number. other: older names, and what they mean.
-    lacking: names that are known and refused, and what to do instead.
+    """One of a few names; digits are read as a number.
+
+    other: (other name, the one it means). lacking: (name that is refused, what to do instead).
     """
 
     choices: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True)
 class Pattern(Rule):
-    """Every how many-th layer, or a list of 1 and 0 for each layer, as ([0]*3+[1]*45)."""
+    """A number n for every n-th layer, or a list of a 1 or 0 per layer, as ([0]*3+[1]*45)."""
 
     @property
     def what(self) -> str:
@@ -110,7 +111,7 @@ class Pattern(Rule):
         return "a whole number >= 1, or a list of 1 and 0 for each layer, as ([0]*3+[1]*45)"
 
     def read(self, text: str) -> int | tuple[int, ...]:
-        """Return the number, or the list. Nothing is evaluated: lists, + and * are read."""
+        """Return the number or the list. Only lists, + and * are read; nothing is evaluated."""
         if INTEGER.fullmatch(text) and 1 <= int(text) <= 1024:
             return int(text)
         try:
@@ -123,7 +124,7 @@ class Pattern(Rule):
 
 
 def _listed(node: ast.expr) -> int | tuple[int, ...]:
-    """Return the list or number that +, * and [...] write out. Raises ValueError for all else."""
+    """Return the list or number of an expression of +, * and [...]. Raises ValueError if other."""
     if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 1024:
         return node.value
     if isinstance(node, ast.List):
@@ -141,12 +142,12 @@ def _listed(node: ast.expr) -> int | tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Order(Rule):
-    """All of some names once, joined by -. Experts' ranks, ep, may stand before dp."""
+    """Each of `names` once, joined by -. ep, the experts' ranks, may be added before dp."""
 
     names: tuple[str, ...] = ()
 
     def read(self, text: str) -> str:
-        """Return the names without ep, which always are neighbours in a pipeline stage."""
+        """Return the names without ep, whose ranks are always neighbours in a pipeline stage."""
         words = text.split("-")
         if "ep" in words and "dp" in words and words.index("ep") > words.index("dp"):
             raise ValueError(
@@ -180,9 +181,9 @@ def one_of(
     lacking: tuple[tuple[str, str], ...] = (),
     several: bool = False,
 ) -> Choice:
-    """Return the rule of a name; `bare`: the flag may have no value, and then means this name.
+    """Return the rule of one name among `choices`.
 
-    several: of any number of names.
+    bare: the name that the flag means without a value. several: any number of names may be given.
     """
     shown = "{" + ",".join(choices) + "}"
     metavar = shown if len(shown) <= 40 else "NAME"
@@ -198,12 +199,12 @@ PATTERN = Pattern("N")
 
 
 class Stop(NamedTuple):
-    """A rule between settings: what breaks it is refused.
+    """A combination of settings that is refused.
 
-    A condition is a flag, which holds where the setting is not at its default, or a flag with the
-    values at which it holds, joined by "|". `when` has conditions that hold together, joined by
-    " & "; the rule is kept where one of those in `unless`, joined by " or ", holds. {0}, {1}, ...
-    in the sentence are the values of the conditions in `when`.
+    A condition is a flag, which holds if the setting is not at its default, or a flag with values
+    joined by "|", which holds if the setting has one of them. The combination is refused if all
+    conditions in `when`, joined by " & ", hold and none of those in `unless`, joined by " or ",
+    does. {0}, {1}, ... in the sentence are the values of the settings in `when`.
     """
 
     when: str
@@ -212,31 +213,31 @@ class Stop(NamedTuple):
 
 
 def flag_of(key: str) -> str:
-    """Return the flag of a setting, by its field's name, with or without its section."""
+    """Return the flag of a setting. key: the name of its field, with or without its section."""
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the table in arguments.py: what a flag does, what its value may be."""
+    """A row of the table in arguments.py: the effect of a flag and the rule of its value."""
 
     help: str
     unit: str = ""
     rule: Rule = TEXT
     default: Any = None
-    off: str = ""  # what turns it off, and what happens then; "" where that is to leave it out
-    derived: str = ""  # the value that other settings give it where it is left out
+    off: str = ""  # the value that turns it off, and the effect; "": it is off if left out
+    derived: str = ""  # its value if left out, as derived from other settings
     required: bool = False
-    needs: tuple[str, ...] = ()  # the flags of which it needs one to have an effect
-    needs_value: str = ""  # that the first of them must have
+    needs: tuple[str, ...] = ()  # flags one of which must be given for it to have an effect
+    needs_value: str = ""  # the value that the first of them must have
     excludes: tuple[str, ...] = ()  # flags that must not be given with it
-    stops: tuple[Stop, ...] = ()  # what it cannot be together with, or without
+    stops: tuple[Stop, ...] = ()  # combinations with other settings that are refused
     ours: bool = False  # Megatron-LM has no flag of this name
     start: bool = False  # shown by --help alone
-    added: bool = False  # older checkpoints lack it and had its default: a digest leaves that out
-    local: bool = False  # may differ between the ranks of a run: a place on a node
-    changes_numbers: bool = True  # in a section that defines the numbers of the run
-    reported: bool | None = None  # a resume says where it differs; None: as its section does
+    added: bool = False  # older checkpoints lack it: a digest leaves out its default
+    local: bool = False  # may differ between the ranks of a run, as a path on a node
+    changes_numbers: bool = True  # False: it does not affect results, though its section does
+    reported: bool | None = None  # whether a resume reports a change; None: as its section
 
 
 def setting(
@@ -249,7 +250,7 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a flag of its name. A default of ... makes it required.
 
-    rule: left out, a default of False makes a switch and any other a text.
+    rule: None makes a switch of a default of False, and a text of any other.
     """
     value = None if default is ... else default
     needs = (needs,) if isinstance(needs, str) else needs

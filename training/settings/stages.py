@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find where the stages of a run begin, in samples, and which one a sample belongs to.
+"""Compute the samples at which the stages of a run begin, and the stage of a sample.
 
-A stage of --data-stages begins with the first step that finds its start_tokens consumed. Batch
-size, sequence length and data are constant between two such steps, so plan() needs no simulation of
-steps. Samples are the run's clock, as everywhere; tokens follow from them.
+A stage of --data-stages begins with the first step before which its start_tokens are consumed.
+Batch size, sequence length and data are constant between two such steps, so plan() need not
+simulate steps. Samples are the run's clock, as everywhere; tokens are computed from them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from training.settings.arguments import SETTINGS
 from training.settings.config import Config, Stage, UsageError
 
 LENGTH = "seq_length"
-# what a stage may set besides its data: these fields of ModelConfig
+# with LENGTH, the fields of ModelConfig that a stage may set besides its data
 ROPE = (
     "rotary_base use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor "
     "position_embedding_type rotary_scaling_factor yarn_original_max_position_embeddings "
@@ -26,8 +26,9 @@ Sizes = tuple[tuple[int, int], ...]  # (from this token or sample on, samples of
 def plan(file: str, stages: Sequence[Stage], sizes: Sizes) -> tuple[list[Stage], Sizes]:
     """Return the stages with first_sample and first_token, and the batch sizes by sample.
 
-    sizes: by token, from 0 on; a size holds from the first step that finds its token in a sample
-    consumed, as in Megatron-LM. Raises UsageError for a stage that has no step.
+    sizes: (threshold in tokens, batch size), from 0 on. As in Megatron-LM, a threshold is rounded
+    down to whole samples, and its size holds from the first step before which they are consumed.
+    Raises UsageError for a stage that has no step.
     """
     placed, by_sample = [stages[0]], [(0, sizes[0][1])]
     samples = tokens = 0
@@ -58,17 +59,17 @@ def plan(file: str, stages: Sequence[Stage], sizes: Sizes) -> tuple[list[Stage],
 
 
 def stage_at(stages: Sequence[Stage], samples: int) -> int:
-    """Return the number of the stage of the step that starts after so many samples, from 0."""
+    """Return the index of the stage of the step that starts after `samples` samples."""
     return max(i for i, stage in enumerate(stages) if stage.first_sample <= samples)
 
 
 def begun(stages: Sequence[Stage], samples: int) -> list[Stage]:
-    """Return the stages of which something is among the first `samples`."""
+    """Return the stages that begin within the first `samples` samples."""
     return [stage for stage in stages if stage.first_sample < samples]
 
 
 def tokens_at(config: Config, samples: int) -> int:
-    """Return how many tokens the first `samples` have."""
+    """Return the number of tokens in the first `samples` samples."""
     if not config.stages:
         return samples * config.model.seq_length
     stage = config.stages[stage_at(config.stages, samples)]
@@ -76,13 +77,14 @@ def tokens_at(config: Config, samples: int) -> int:
 
 
 def name_at(config: Config, samples: int) -> str:
-    """Return the name of the stage of the step after so many samples, "" without stages."""
+    """Return the name of the stage of the step after `samples` samples, "" without stages."""
     return config.stages[stage_at(config.stages, samples)].name if config.stages else ""
 
 
 def waits_for(config: Config, samples: int) -> Stage | None:
-    """Return the stage that the step after `samples` belongs to, where this process cannot run it:
-    its rows or its rotary positions are others.
+    """Return the stage of the step after `samples` samples if this process cannot run it.
+
+    It cannot if the stage has another sequence length or other rotary settings. Else None.
     """
     if not config.stages:
         return None
@@ -91,24 +93,24 @@ def waits_for(config: Config, samples: int) -> Stage | None:
 
 
 def stage_of(config: Config) -> int:
-    """Return the first stage that this process can run."""
+    """Return the index of the first stage that this process can run."""
     mine = settings_of(config)
     return next(i for i, stage in enumerate(config.stages) if stage.settings == mine)
 
 
 def settings_of(config: Config) -> tuple[tuple[str, Any], ...]:
-    """Return what a stage may set, as this process has it."""
+    """Return (field, value in this process) for each field that a stage may set."""
     return tuple((name, getattr(config.model, name)) for name in (LENGTH, *ROPE))
 
 
 def saved_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same of a checkpoint's settings; what it does not say is the default."""
+    """Return {field: value} of the same fields in a checkpoint's settings, else the defaults."""
     names = {name: f"model.{name}" for name in (LENGTH, *ROPE)}
     return {name: flat.get(key, SETTINGS[key].default) for name, key in names.items()}
 
 
 def record(stages: Sequence[Stage], corpora: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the stages as a checkpoint has them; corpora: a digest of the data of each."""
+    """Return the stages as stored in a checkpoint. corpora: the digest of each stage's data."""
     return [
         {
             "name": stage.name,

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what the flags mean for each group of parameters: its update rule, decay, learning rate.
+"""Define the update rule, weight decay and learning rate of each group of parameters.
 
     group of model/llama.py    optimizer       weight decay      learning rate
     matrix                     --optimizer     --weight-decay    --lr
     vector                     --optimizer     0                 --lr
     embedding                  --optimizer     --weight-decay    --decoupled-lr, or --lr
 
-With --use-mup the model's file says by what --lr and --adam-eps are divided for each group.
+With --use-mup the model's file gives the divisor of --lr and --adam-eps for each group.
 
-A name's ending says where a fork differs: matrix_no_decay, vector_decay, embedding_no_decay. An
-optimizer of whole matrices updates the groups of matrices, and AdamW the others. --param-group
-multiplies the learning rate and the weight decay of parameters by name, and each pair of factors
-makes groups of its own (training/settings/param_groups.py).
+A fork marks exceptions by the ending of a name: matrix_no_decay, vector_decay, embedding_no_decay.
+An optimizer of whole matrices (Muon) updates the groups of matrices, and AdamW the others.
+--param-group multiplies the learning rate and the weight decay of parameters by name, and each pair
+of factors has groups of its own (training/settings/param_groups.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -46,12 +46,12 @@ def _muon(config: Config) -> UpdateRule:
     )
 
 
-# what --optimizer names: the rule, with the flags that are its constants
+# {value of --optimizer: function that makes its update rule from the flags}
 RULES: dict[str, Callable[[Config], UpdateRule]] = {"adam": _adamw, "muon": _muon}
 
 
 def mup_of(config: Config) -> MuP | None:
-    """Return what the flags of muP say, None without --use-mup."""
+    """Return the settings of muP, None without --use-mup."""
     m = config.model
     if not m.use_mup:
         return None
@@ -65,7 +65,7 @@ def mup_of(config: Config) -> MuP | None:
 
 
 def qk_clip(config: Config) -> QKClip | None:
-    """Return what --qk-clip asks for, None where it is not given."""
+    """Return the settings of --qk-clip, None without it."""
     o = config.optimizer
     return QKClip(o.qk_clip_threshold, o.qk_clip_alpha) if o.qk_clip else None
 
@@ -78,10 +78,10 @@ def needs_full_matrices(config: Config) -> bool:
 def optimizer_groups(
     config: Config, divisors: Mapping[str, float] | None = None
 ) -> dict[str, Group]:
-    """Return what each group of parameters means in a run.
+    """Return {group name: its update rule and constants}.
 
     divisors: muP's (mpu/mup.py). A rule of whole matrices has a scale of its own, so they do not
-    touch it, as in Megatron-LM.
+    apply to it, as in Megatron-LM.
     """
     rule, decay = RULES[config.optimizer.optimizer](config), config.optimizer.weight_decay
     rest = _adamw(config) if rule.needs_full_matrices else rule

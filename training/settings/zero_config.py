@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say how a run's data-parallel ranks share gradients and weights."""
+"""Build the ZeroConfig of a run: how data-parallel ranks share gradients and weights."""
 
 import torch
 
@@ -8,7 +8,7 @@ from training.settings.config import Config
 
 
 def zero_config(config: Config) -> ZeroConfig:
-    """Return how the flags share gradients and weights among data-parallel ranks."""
+    """Return the ZeroConfig of the flags."""
     p = config.parallel
     return ZeroConfig(
         zero_stage=p.zero,
