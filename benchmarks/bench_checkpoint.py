@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure saving and loading a checkpoint against torch.distributed.checkpoint on the same state.
+"""Compare saving and loading a checkpoint with torch.distributed.checkpoint, on the same state.
 
     python benchmarks/bench_checkpoint.py [--ranks 1 2] [--gigabytes 1.5] [--dir DIR]
 
-The state is a Llama's in fp32: weights and both moments. Every tensor is cut by rows over the
-ranks, which share out the cores. Both sides write one file a rank and fsync it. Weft also hashes
-what it writes and checks every hash before it loads; the peer has no hashes. A round has three
-parts, in each of which the sides take turns: save; load, first from the host's page cache, then
-without it; save in the background, where the time is how long the call keeps the trainer waiting.
-A time is the slowest rank's, a figure the median over rounds. Loaded tensors must be equal, bit for
-bit, to those saved.
+The state is a Llama's in fp32: weights and both moments. Every tensor is sharded by rows over the
+ranks, which divide the cores. Both sides write one file per rank and fsync it. Weft also hashes the
+files and checks all hashes when it loads; the peer has no hashes. A round has three parts, in each
+of which the sides alternate: save; load, first from the host's page cache, then without it; save in
+the background, where the time is that for which the call blocks the trainer. A time is that of the
+slowest rank, a figure the median over rounds. Loaded tensors must equal the saved ones bit for bit.
 """
 
 import argparse
@@ -56,7 +55,7 @@ SIDES = ("weft", "torch")
 
 
 def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of a Llama whose state in fp32 takes about so many GB."""
+    """Return {name: shape} of a Llama whose state in fp32 has about `gigabytes` GB."""
     found: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCAB, HIDDEN)}
     while sum(12 * torch.Size(s).numel() for s in found.values()) < gigabytes * 1e9:
         layer = len(found) // len(BLOCK)
@@ -65,7 +64,7 @@ def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
 
 
 class State:
-    """This rank's rows of every tensor, as pieces of ours and as DTensors on the same memory."""
+    """This rank's rows of every tensor, as Weft's pieces and as DTensors on the same memory."""
 
     def __init__(self, grid: Grid, gigabytes: float, fill: bool) -> None:
         rank, n = grid.rank, grid.world_size
@@ -120,7 +119,7 @@ def rows(ranks: int, found: dict[str, Any]) -> list[str]:
 
 
 def be_rank(args: argparse.Namespace) -> None:
-    """Run one rank: save and load, each side in turn."""
+    """Run one rank: save and load by both sides, in turns."""
     launch = Launch.from_env()
     grid = Grid(launch.world, launch=launch)
     if launch.world > 1:

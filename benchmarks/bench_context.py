@@ -5,18 +5,19 @@
     python benchmarks/bench_context.py [--launches 3] [--steps 4] [--tokens 4096]
     sudo python benchmarks/bench_context.py --link 1gbit [--tokens 16384] [--calls 9]
 
-step        tokens a second of pretrain_llama.py, model `tiny`, one row of --tokens: a process that
-            has all cores, and two context-parallel ranks that share them, for each --cp-comm-type
+step        tokens per second of pretrain_llama.py, model `tiny`, one row of --tokens: a process
+            with all cores, and two context-parallel ranks that share them, for each --cp-comm-type
 attention   forward and backward of core attention in one thread, without communication: the slowest
-            of 4 ranks against a quarter of one rank's, for one document and for several
+            of 4 ranks against a quarter of one rank's time, for one document and for several
 
-Launches take turns; a figure is the median over the timed steps of all launches.
+Launches alternate; a figure is the median over the timed steps of all launches.
 
---link RATE (Linux, root, iproute2) measures instead what p2p hides, in steps of model `tiny` at
-cp 2: the two ranks, a thread each, are in two network namespaces joined by a link of that rate.
-transfer: a step's messages of attention, alone, one after the other. exposed: what the ranks wait
-for them in a step. The rank that comes last to a message waits for its bytes alone, the other for
-that rank too; so a message counts with the shorter wait. A figure is the median of --calls steps.
+--link RATE (Linux, root, iproute2) instead measures the share of p2p messages that is hidden, in
+steps of model `tiny` at cp 2. The two ranks, of one thread each, are in two network namespaces
+joined by a link of that rate. transfer: a step's messages of attention alone, in sequence. exposed:
+the ranks' waits for them in a step. The rank that reaches a message last waits only for its bytes,
+the other one also for that rank, so the shorter wait counts. A figure is the median of --calls
+steps.
 """
 
 import argparse
@@ -108,7 +109,7 @@ def step(kind: str, dtype: str, tokens: int, steps: int) -> list[float]:
 
 
 def over_a_link(rate: str, tokens: int, calls: int) -> None:
-    """Print what p2p hides of its messages over a link."""
+    """Print the exposed share of p2p's messages over a link."""
     with Link(rate) as link, tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "--end", f"{folder}/{{end}}", "--tokens", str(tokens)]
         link.run([*words, "--calls", str(calls)])
@@ -124,7 +125,7 @@ def over_a_link(rate: str, tokens: int, calls: int) -> None:
 
 
 class Message:
-    """One exchange of attention, and the seconds that this rank waited for it."""
+    """A message of attention, and the seconds for which this rank waited for it."""
 
     def __init__(self, sent: torch.Tensor) -> None:
         self.shape, self.dtype = sent.shape, sent.dtype
@@ -137,7 +138,7 @@ class Message:
 
 
 class Messages:
-    """A trace that keeps the messages of attention."""
+    """A trace that stores the messages of attention."""
 
     def __init__(self) -> None:
         self.found: list[Message] = []
@@ -152,7 +153,7 @@ class Messages:
 
 
 def end_of_link(tokens: int, calls: int) -> dict[str, Any]:
-    """Be one of two ranks; return seconds: of each step, of each wait in it, of messages alone."""
+    """Run one of two ranks; return the seconds of steps, of their waits, of messages alone."""
     torch.set_num_threads(1)
     flags = [*model_flags("tiny"), "--seq-length", str(tokens), "--train-iters", "1"]
     flags += ["--max-position-embeddings", str(tokens), "--context-parallel-size", "2"]
@@ -205,7 +206,7 @@ def worker(
     far: tuple[Block, ...],
     first: Callable[[], tuple[Tensor, Tensor]] | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return what does the forward and the backward of blocks; `first` does some before."""
+    """Return a function that runs forward and backward of blocks; it calls `first` before."""
     todo, dy = (*near, *far), torch.randn_like(q)
     sums = tuple(torch.zeros_like(x) for x in (q, k, v))
 

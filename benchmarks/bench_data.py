@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what reading data costs a step, and what it costs ranks to start.
+"""Measure the cost of reading data in a step, and at the start of ranks.
 
     python benchmarks/bench_data.py            # waits for data, with and without a slow disk
     python benchmarks/bench_data.py --start    # 8 ranks of a world of 4,096
     python benchmarks/bench_data.py --read     # every rank reads, or one reads and sends
     python benchmarks/bench_data.py --preprocess [--against CHECKOUT]
 
-The first trains a small Llama in this process, three times: on made-up tokens (--mock-data), on a
-file, and on that file with a delay before each sample, as a slow disk or network has it. It prints
-the share of the steps that waits for data (data_wait_seconds over step_seconds, of all steps after
-the first tenth), and the gap: how much longer a step on the file takes than one on made-up tokens.
+The first trains a small Llama in this process: on mock tokens (--mock-data), on a file, and on that
+file with a delay before each sample, as of a slow disk or network, with and without workers. It
+prints the share of the time that steps wait for data (data_wait_seconds over step_seconds, of all
+steps after the first tenth), and the gap: by how much a step on the file is longer than one on mock
+tokens.
 
-The second makes a corpus of a billion tokens with holes for tokens, which needs no disk, lets one
-rank build its index, and then starts 8 of 4,096 data-parallel ranks one by one, each in a process
-of its own: it prints the CPU seconds of their data's start, and of the whole processes up to there,
-most of which is the import of torch.
+The second makes a corpus of a billion tokens as a sparse file, which needs no disk space, builds
+its index on one rank, and then starts 8 of 4,096 data-parallel ranks one by one, each in a process
+of its own. It prints the CPU seconds of the start of their data, and of the whole processes up to
+then, most of which is the import of torch.
 
 The third compares two ways for the ranks of a tensor-parallel group to get a sample: each reads it
-from the page cache, in a thread beside the step, or one does and broadcasts it (gloo, two ranks),
-which every step would wait for.
+from the page cache, in a thread beside the step, or one rank reads and broadcasts it (gloo, two
+ranks), for which every step would wait.
 
-The fourth lets tools/preprocess_data.py turn a folder of 100 MB of .jsonl into tokens, by one
-worker, with the tokenizer that costs least (NullTokenizer), so that reading counts most; with
---against the tool of another checkout does the same in turn, and the ratio of medians is printed.
+The fourth runs tools/preprocess_data.py on a folder of 100 MB of .jsonl, with one worker and the
+cheapest tokenizer (NullTokenizer), so that reading dominates. With --against it alternates with the
+tool of another checkout, and the ratio of medians is printed.
 """
 
 import argparse
@@ -56,9 +57,9 @@ MODEL = """
     --tokenizer-type NullTokenizer
 """
 RANKS, WORLD = 8, 4096
-SECONDS = 10.0  # of CPU, that RANKS ranks may take together
-LENGTH = 8192  # of the samples that are read or sent
-SHARE = 0.01  # of a step, that may wait for data
+SECONDS = 10.0  # most CPU seconds of RANKS ranks together
+LENGTH = 8192  # tokens of the samples that are read or sent
+SHARE = 0.01  # largest share of a step that may wait for data
 
 
 def corpus(prefix: Path, documents: int = 400, length: int = 500) -> str:
@@ -72,7 +73,7 @@ def corpus(prefix: Path, documents: int = 400, length: int = 500) -> str:
 
 @contextlib.contextmanager
 def slow_samples(seconds: float) -> Any:
-    """Let every sample of a file take so much longer to read."""
+    """Delay the reading of every sample of a file by `seconds`."""
     sample = gpt.GPTDataset.sample
 
     def later(self: Any, i: int) -> np.ndarray:
@@ -87,7 +88,7 @@ def slow_samples(seconds: float) -> Any:
 
 
 def waits(flags: list[str], steps: int, delay: float = 0.0) -> tuple[float, float]:
-    """Train; return the share of the time that waits for data, and the median step in ms."""
+    """Train; return the share of the time spent waiting for data, and the median step in ms."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         argv = [*MODEL.split(), *flags, "--train-iters", str(steps), "--log-json", str(log)]
@@ -103,7 +104,7 @@ def waits(flags: list[str], steps: int, delay: float = 0.0) -> tuple[float, floa
 
 
 def measure_waits(steps: int, delay: float) -> bool:
-    """Print the waits of a run on made-up tokens, on a file, on a slow file; return whether low."""
+    """Print the waits of runs on mock tokens, a file and a slow file; return if at most SHARE."""
     with tempfile.TemporaryDirectory() as folder:
         path = ["--data-path", corpus(Path(folder) / "corpus")]
         mock, mock_ms = waits(["--mock-data"], steps)
@@ -121,7 +122,7 @@ def measure_waits(steps: int, delay: float) -> bool:
 
 
 def hollow(prefix: str, documents: int, length: int) -> None:
-    """Write a corpus whose tokens are a hole in a file: they read as zeros and take no disk."""
+    """Write a corpus whose tokens are in a sparse file: they are zeros and take no disk space."""
     lengths = np.full(documents, length, "<i4")
     starts = np.arange(documents, dtype="<i8") * (2 * length)
     with open(f"{prefix}.bin", "wb") as file:
@@ -157,14 +158,14 @@ os._exit(0)
 
 
 def measure_start(tokens: int) -> bool:
-    """Print the CPU seconds that ranks of a large world take to start; return whether few."""
+    """Print the CPU seconds of the start of ranks of a large world; return if at most SECONDS."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/corpus"
         hollow(prefix, tokens // 1000, 1000)
         argv = [*MODEL.split(), "--data-path", prefix, "--train-iters", "10", "--vocab-size"]
         argv += [str(VOCABULARY), "--global-batch-size", str(2 * WORLD)]
         found = []
-        for rank in [0, *range(RANKS)]:  # the first builds the index
+        for rank in [0, *range(RANKS)]:  # the first process builds the index
             command = [sys.executable, "-c", START, str(rank), str(WORLD), *argv]
             done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
             found.append(json.loads(done.stdout))
@@ -190,7 +191,7 @@ def _broadcasts(rank: int, port: int, count: int, out: Any) -> None:
 
 
 def measure_read(count: int) -> bool:
-    """Print how long a sample takes to read, and to be sent to one other rank."""
+    """Print the time to read a sample, and to send it to one other rank."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = IndexedTokens(corpus(Path(folder) / "corpus", 4000, 1000))
         data = gpt.GPTDataset(tokens, "train", range(4000), LENGTH, 1, IndexCache(folder))
@@ -215,7 +216,7 @@ def measure_read(count: int) -> bool:
 
 
 def measure_preprocess(other: Path | None, size: int = 100_000_000, times: int = 4) -> bool:
-    """Print how long preprocess_data.py takes; return whether no longer than in `other` (+3 %)."""
+    """Print the time of preprocess_data.py; return whether it is at most 3 % above `other`'s."""
     trees = [ROOT] if other is None else [other.resolve(), ROOT]
     took: dict[Path, list[float]] = {tree: [] for tree in trees}
     rng = np.random.default_rng(0)
@@ -248,7 +249,7 @@ def measure_preprocess(other: Path | None, size: int = 100_000_000, times: int =
 
 
 def main() -> int:
-    """Measure; return 1 where a limit is passed."""
+    """Measure; return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--start", action="store_true", help="measure the start of many ranks")
     parser.add_argument("--read", action="store_true", help="measure who should read")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what --log-digests costs: the time of a step's digests beside that of the step.
+"""Measure the cost of --log-digests: the time of a step's digests beside that of the step.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_digests.py [--size small] [--ranks 1 2] [--rounds 5]
 
 Each rank has the batch of benchmarks/bench_step.py. Steps and digests alternate in the same
-processes, so both see the same machine. Printed: the median of each, and the digests' share of the
-time of a run that makes them every step, and every tenth. Without the flag the watcher returns at
-once: that call is timed, too.
+processes, so both see the same machine load. Printed: the median of each, and the digests' share of
+a run's time if they are computed every step, and every tenth. Without the flag the watcher returns
+at once; that call is timed, too.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.bench_step import BATCH, model_flags  # noqa: E402
 
 
 def rank_main(rank: int, world: int, port: int, rounds: int, flags: list[str], out: Any) -> None:
-    """Be one rank."""
+    """Run one rank: time steps and their digests, in turns."""
     import pretrain_llama
     from model.load import load_model_file
     from mpu.connect import share

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Print which share of numbers underflows where the rows of wgrad are made again (docs/float8.md).
+"""Print the share of elements that underflow if wgrad's rows are quantized again (docs/float8.md).
 
     python benchmarks/bench_float8.py --steps 100
 
-A small Llama trains on a CPU. In each weight gradient of the last step, numbers of x and of dy are
-compared before and after their rows are made again along the tokens.
+A small Llama trains on a CPU. In each weight gradient of the last step, elements of x and of dy are
+compared before and after their rows are quantized again along the tokens.
 """
 
 import argparse
@@ -39,19 +39,19 @@ FLAGS = f"""
 
 @dataclass(frozen=True, eq=False)
 class Counting(Float8):
-    """Counts, in `changed` and `all`, the numbers other than 0 of what wgrad takes."""
+    """Counts wgrad's operands' elements that change (`changed`), and those other than 0 (`all`)."""
 
     changed: Counter[str] = field(default_factory=Counter)
     all: Counter[str] = field(default_factory=Counter)
 
     def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
-        """Count, then add."""
+        """Count, then accumulate."""
         self.count("x", x, E4M3)
         self.count("dy", dy, FORMATS[self.format])
         super().accumulate(main_grad, fresh, x, dy)
 
     def count(self, name: str, rows: Tensor, form: Format) -> None:
-        """Compare rows with themselves made again."""
+        """Compare rows with themselves quantized again."""
         numbers = decode(rows, self.block, form, torch.float32).t()
         again = remade(rows, self.block, form, self.scaling == "tensorwise")
         found = decode(again, self.block, form, torch.float32)
@@ -60,7 +60,7 @@ class Counting(Float8):
 
 
 def shares(scaling: str, name: str, steps: int) -> dict[str, float]:
-    """Return the share of x and of dy that underflows in the last of so many steps."""
+    """Return the shares of x and of dy that underflow in the last of `steps` steps."""
     config = parse([*FLAGS.split(), scaling, "--fp8-format", name], 1)
     run = build(config, Grid(), torch.device("cpu"), FailureMonitor())
     text = b"".join(file.read_bytes() for file in sorted(DOCS.glob("*.md")))

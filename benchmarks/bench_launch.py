@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the Python of a Triton launch, by Triton alone and through mpu/kernels/launch.py.
+"""Time the Python code of a Triton launch, by Triton itself and by mpu/kernels/launch.py.
 
     python benchmarks/bench_launch.py
 
-Nothing is launched: where the driver would be called stands a function that does nothing, so this
-runs on any machine, and it leaves out what the driver and Triton's C code take. Each kernel is
-called as the product calls it, with tensors of a few numbers. "call" is the whole call of the
-product, with what it does before the launch.
+Nothing is launched: the driver's functions are replaced by ones that do nothing, so this runs on
+any machine, and the time of the driver and of Triton's C code is left out. Each kernel is called as
+in the product, with small tensors. "call" is the whole call of the product, including the code
+before the launch.
 """
 
 import sys
@@ -44,10 +44,10 @@ BF16 = torch.bfloat16
 
 
 class Driver:
-    """Stands in for a Hopper's driver: kernels are compiled for it, and launches do nothing."""
+    """Replaces a Hopper's driver: kernels are compiled for it, and launches do nothing."""
 
     def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] | None = None  # what the driver got, where it is noted
+        self.launched: list[tuple[Any, ...]] | None = None  # arguments of launches, if recorded
         limits = {"max_shared_mem": 232448}
         self.utils = SimpleNamespace(
             load_binary=lambda name, code, *about: (1, (name, crc32(code)), 32, 0, 1024),
@@ -55,7 +55,7 @@ class Driver:
         )
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Return what launches a kernel of these."""
+        """Return the function that launches a kernel."""
 
         def launch(*given: Any) -> None:
             if self.launched is not None:
@@ -64,7 +64,7 @@ class Driver:
         return launch
 
     def get_current_target(self) -> GPUTarget:
-        """Return what is compiled for."""
+        """Return the target of compilation."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
@@ -78,7 +78,7 @@ class Driver:
 
 @contextmanager
 def stand_in() -> Iterator[Driver]:
-    """Let Triton launch by a Driver."""
+    """Replace Triton's driver by a Driver."""
     active, made = driver._active, Driver()
     driver.set_active(made)
     try:
@@ -88,7 +88,7 @@ def stand_in() -> Iterator[Driver]:
 
 
 def by_triton(kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """Launch as `kernel[grid](...)` of Triton does: in place of Kernel.launch."""
+    """Launch by Triton's `kernel[grid](...)`, instead of Kernel.launch."""
     kernel.jitted[grid](*args, **named)
 
 
@@ -132,7 +132,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def microseconds(*calls: Callable[[], object]) -> list[float]:
-    """Return the least time of each call, of rounds that take turns."""
+    """Return the least time of each call over all rounds; the calls alternate."""
     best = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
         for i, call in enumerate(calls):
@@ -144,7 +144,7 @@ def microseconds(*calls: Callable[[], object]) -> list[float]:
 
 
 def launch_of(call: Callable[[], object]) -> Callable[..., None]:
-    """Return what repeats a call's launch by a function in place of Kernel.launch."""
+    """Return a function that repeats a call's launch by a replacement of Kernel.launch."""
     seen: list[Callable[..., None]] = []
 
     def note(kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:

@@ -5,14 +5,14 @@
     sudo python benchmarks/bench_matmul.py --link 1gbit       over a slow link (Linux, iproute2)
 
 Two ranks of one thread run the projections of Llama 3 8B at tp 2. `bare` is the matmul alone, on
-whole inputs, on both ranks at once. Each overlap method is given in milliseconds and as a ratio to
-`bare`. The sides take turns; a figure is the median over the rounds, of the slower rank.
+whole inputs, on both ranks at once. Each overlap method is printed in milliseconds and as a ratio
+to `bare`. The methods alternate; a figure is the median over the rounds, of the slower rank.
 
 Over a link the full tensor is 16 MiB (fp32, 1024 rows of 4096), and a method has 3 more numbers:
 
     hidden = 1 - (method - bare) / communication      communication: the collective alone
-    E      = 1 - (method - bare) / (none - bare)      none: one after the other
-    ideal  = max(bare, communication + bare / 2)      two ranks, one chunk a rank, the own one first
+    E      = 1 - (method - bare) / (none - bare)      none: matmul and collective in sequence
+    ideal  = max(bare, communication + bare / 2)      two ranks, one chunk each, its own one first
 """
 
 import argparse
@@ -48,7 +48,7 @@ from mpu.layers.linear import (  # noqa: E402
 )
 from mpu.overlap.choices import METHODS, OverlapMap  # noqa: E402
 
-SHAPES = {  # op, k and o of one rank of two
+SHAPES = {  # op, k and o on one of two ranks
     "qkv": ("gather", 4096, 3072),
     "proj": ("scatter", 2048, 4096),
     "gate_up": ("gather", 4096, 14336),
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def tell(row: dict[str, Any], link: bool) -> None:
-    """Print one projection: a line, and over a link one more for each method."""
+    """Print a line for a projection, and over a link another one for each method."""
     ms = {side: 1e3 * s for side, s in row["seconds"].items()}
     bare, message = ms["bare"], ms["communication"]
     sides = [f"{p} {ms[p]:.1f} ({ms[p] / bare:.2f})" for p in METHODS if p in ms]
@@ -99,7 +99,7 @@ def tell(row: dict[str, Any], link: bool) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run one rank: time every side of every projection in turn."""
+    """Run one rank: time all sides of each projection, in turns."""
     torch.set_num_threads(1)
     grid, wait = Grid(2, 2, launch=Launch.from_env()), timedelta(minutes=5)
     grid.connect(torch.device("cpu"), None, wait)
@@ -124,12 +124,12 @@ def measure(args: argparse.Namespace) -> None:
         args.found.write_text(json.dumps(rows))
     grid.close()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process that ends at once
+    os._exit(0)  # gloo's threads may abort a process that exits normally
 
 
 @torch.no_grad()
 def sides(grid: Grid, name: str, dtype: torch.dtype, rows: int) -> dict[str, Callable[[], Any]]:
-    """Return what is timed: the bare matmul, its collective, and both together by each method."""
+    """Return the timed functions: the bare matmul, its collective, both by each method."""
     op, k, o = SHAPES[name]
     torch.manual_seed(grid.rank)
     x, w = torch.randn(rows, k).to(dtype), torch.randn(o, k).to(dtype)

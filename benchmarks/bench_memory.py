@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure by how much the memory of a run grows from step to step, and what libraries keep.
+"""Measure the growth of a run's memory per step, and the memory that libraries retain per call.
 
     python benchmarks/bench_memory.py                        2,000 steps on four ranks, tp 2 x dp 2
     python benchmarks/bench_memory.py experts --tree ../older      the same, of another checkout
-    python benchmarks/bench_memory.py libraries              what torch's libraries and Python keep
+    python benchmarks/bench_memory.py libraries              memory retained by torch and Python
 
 experts, dense   tiny models, with experts (ep 2, all-to-all) and without. Every 25 steps a rank
-                 reads its own numbers. A row has bytes a step after the first quarter, by least
+                 reads its own numbers. A row has bytes per step after the first quarter, by least
                  squares: the mean of the ranks, and the rank that grows most
     resident     memory of the process (/proc/self/statm)
-    heap         bytes in use of what C and C++ allocate (mallinfo2), libraries' caches included
-    free tuples  kept by Python for new ones, at most 2,000 of each length up to 20; part of the
+    heap         bytes in use that C and C++ allocated (mallinfo2), libraries' caches included
+    free tuples  kept by Python for reuse, at most 2,000 of each length up to 20; part of the
                  resident bytes, counted as bytes of tuples
-    objects      Python's other small blocks in use, a step (not bytes)
+    objects      Python's other small blocks in use, per step (not bytes)
 
-libraries        calls with sizes that change, in processes of their own: bytes of the C heap, or of
+libraries        calls with varying sizes, each in its own processes: bytes of the C heap, and of
                  resident memory, that each call adds
 """
 
@@ -125,7 +125,7 @@ def call(n):
 """,
     ),
 }
-SIZES = 400  # of which each is called once a turn
+SIZES = 400  # number of sizes; each is called once per turn
 CALLS = (
     COUNT
     + """
@@ -177,14 +177,14 @@ def main() -> None:
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Return the rise a step, by least squares, of (step, number), after the first quarter."""
+    """Return the slope per step of (step, number), by least squares, after the first quarter."""
     late = points[len(points) // 4 :]
     x, y = (statistics.mean(column) for column in zip(*late, strict=True))
     return sum((a - x) * (b - y) for a, b in late) / sum((a - x) ** 2 for a, _ in late)
 
 
 def run(case: str, tree: Path, steps: int) -> list[list[list[int]]]:
-    """Return the samples of each rank of a run: (step, and the numbers of COLUMNS)."""
+    """Return the samples of each rank of a run: [step, numbers of COLUMNS]."""
     argv = [*MODEL.split(), *CASES[case].split(), "--train-iters", str(steps)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(RANKS)]
@@ -194,7 +194,7 @@ def run(case: str, tree: Path, steps: int) -> list[list[list[int]]]:
 
 
 def library(processes: int, code: str) -> list[list[int]]:
-    """Return what the heap and resident memory grew by: in each turn, of the first process."""
+    """Return the growth of the heap and of resident memory of the first process, for each turn."""
     port = str(free_port())
     numbers = [str(processes), port, str(SIZES), "11"]
     argv = [[str(rank), *numbers, code] for rank in range(processes)]
@@ -203,7 +203,7 @@ def library(processes: int, code: str) -> list[list[int]]:
 
 
 def start(code: str, argv: list[list[str]], more: list[dict[str, str]], tree: Path) -> list[str]:
-    """Run ranks to their end; return what each printed."""
+    """Run ranks to their end; return the output of each."""
     port, processes = str(free_port()), []
     for rank, (words, env) in enumerate(zip(argv, more, strict=True)):
         where = {"RANK": str(rank), "WORLD_SIZE": str(len(argv)), "LOCAL_RANK": str(rank)}

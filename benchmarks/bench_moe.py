@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a layer of experts against transformers', and two ranks of experts against one process.
+"""Compare a layer of experts with transformers', and two ranks of experts with one process.
 
     python benchmarks/bench_moe.py [layer ep] [--sizes tiny small] [--pairs 9] [--cpu]
     sudo python benchmarks/bench_moe.py overlap interleaved [--link 1gbit]
 
 layer      forward and backward of one mixture of experts, in fp32 on all cores, against
-           MixtralSparseMoeBlock of transformers with experts_implementation="grouped_mm", from the
-           same weights and tokens. Next to it the matmuls of the experts alone, as long as the rows
-           are the same: of this bound Weft reaches the share in the last column
+           MixtralSparseMoeBlock of transformers with experts_implementation="grouped_mm", with the
+           same weights and tokens. The bound is the experts' matmuls alone on the same numbers of
+           rows; the last column has its share of Weft's time
 ep         steps of pretrain_llama.py with --expert-model-parallel-size 2, two processes of one
            thread, against one process of two threads that trains on the same global batch
 
 overlap    forward and backward of one mixture with a shared expert, its experts on two ranks joined
            by a link of that rate (two network namespaces: Linux, root, iproute2), tokens spread
-           evenly: as it is; with every exchange of `start` waited for at once; and with these
-           exchanges free, a copy. Hidden is the share of their time that the first does not wait;
-           of medians, in brackets of the least times, as a noisy machine adds to the longer sides
-interleaved  the same of forwards and backwards of a step of 8 micro-batches, of 2 layers without
-           a shared expert: with --overlap-moe-expert-parallel-comm; without it; without it, with
-           every exchange free
+           evenly: as it is; with a wait right after the start of every exchange; and with free
+           exchanges, which are copies. Hidden is the share of the exchanges' time for which the
+           first does not wait: by medians, and in brackets by the least times, since noise adds
+           more to the longer times
+interleaved  the same for forwards and backwards of a step of 8 micro-batches and 2 layers without a
+           shared expert: with --overlap-moe-expert-parallel-comm; without it; without it and with
+           free exchanges
 
-The two sides of a pair run one right after the other, so that a machine whose speed drifts is fair
-to both. A row has the median of the pairs' ratios and their range; above 1 Weft, or two ranks, are
-faster.
+The two sides of a pair run right after each other, so that drifts of the machine's speed affect
+both equally. A row has the median of the pairs' ratios and their range; above 1, Weft or two ranks
+are faster.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def spread(ratios: list[float]) -> str:
 
 
 def layer(size: str, pairs: int, cpu: bool = False) -> str:
-    """Return the row of one layer."""
+    """Return the row of `layer`."""
     clock = time.process_time if cpu else time.perf_counter
     if cpu:
         torch.set_num_threads(1)
@@ -128,7 +129,7 @@ def layer(size: str, pairs: int, cpu: bool = False) -> str:
 
 
 def best(step: Callable[[], Any], clock: Callable[[], float], seconds: float = 0.4) -> float:
-    """Return the seconds of one call: the median of those that fit."""
+    """Return the seconds of one call: the median of the calls within `seconds`, three at least."""
     took, end = list[float](), clock() + seconds
     while len(took) < 3 or clock() < end:
         begin = clock()
@@ -163,7 +164,7 @@ def copy_weights(ours: SparseMLP, theirs: Any) -> None:
 
 
 def step_of(block: Any, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
-    """Return forward and backward of a block, with fresh gradients; it returns that of x."""
+    """Return a function that runs forward and backward of a block and returns the gradient of x."""
 
     def step() -> Tensor:
         given = x.detach().requires_grad_()
@@ -180,7 +181,7 @@ def step_of(block: Any, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
 
 
 def bound(ours: SparseMLP, x: Tensor) -> Callable[[], None]:
-    """Return the products of the experts, forward, dgrad and wgrad, of the rows of x."""
+    """Return a function that computes the experts' matmuls, forward, dgrad and wgrad, for x."""
     with torch.no_grad():
         counts = ours.decide(ours.router(x.flatten(0, 1)), BATCH).plan.counts
     products = []
@@ -203,7 +204,7 @@ def bound(ours: SparseMLP, x: Tensor) -> Callable[[], None]:
 
 
 def ep(size: str, pairs: int) -> str:
-    """Return the row of two ranks."""
+    """Return the row of `ep`."""
     steps = 8 if size == "tiny" else 2
     took = [(train(size, 2, steps), train(size, 1, steps)) for _ in range(pairs)]
     ratios = [alone / two for two, alone in took]
@@ -235,7 +236,7 @@ SIDES = {
 
 
 def overlap(what: str, size: str, pairs: int, rate: str) -> str:
-    """Return the row of two ranks on a link."""
+    """Return the row of `overlap` or `interleaved`, of two ranks on a link."""
     with tempfile.TemporaryDirectory() as folder, Link(rate, burst="256kb") as link:
         file = Path(folder) / "seconds.json"
         words = [sys.executable, __file__, what, "--rank", str(file), "--sizes", size]
@@ -252,7 +253,7 @@ def overlap(what: str, size: str, pairs: int, rate: str) -> str:
 
 
 def hidden(own: float, at_once: float, free: float) -> float:
-    """Return the share of the exchanges that the first does not wait for."""
+    """Return the share of the exchanges' time for which the first side does not wait."""
     return 1 - (own - free) / (at_once - free)
 
 
@@ -289,7 +290,7 @@ def one_rank(size: str, pairs: int, file: Path) -> None:
 
 
 def joined(size: str, more: str) -> LlamaRun:
-    """Return the run of one rank of two that deal out experts, tokens being spread evenly."""
+    """Return the run of one of two ranks with expert parallelism and forced load balance."""
     flags = f"""--num-experts {EXPERTS} --moe-router-topk {TOPK} --micro-batch-size 2
         --train-iters 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
         --moe-router-force-load-balancing --no-shared-memory {more}"""
@@ -303,7 +304,7 @@ def joined(size: str, more: str) -> LlamaRun:
 
 
 def free(x: Tensor, *_: Any, **__: Any) -> Any:
-    """Stand in for an exchange of as many rows as come."""
+    """Replace an exchange that returns as many rows as it is given."""
     return x.clone(), DONE
 
 

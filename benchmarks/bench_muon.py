@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a step of Muon against AdamW's, and against the matmuls of its own iterations.
+"""Compare a step of Muon with AdamW's, and with the matmuls of its own iterations.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_muon.py [--size small] [--dp 2] [--rounds 3]
 
-The ranks update the same model at a ZeRO stage, on drawn gradients: AdamW, Muon, and the products
-X X^T, A A and B X alone of the matrices that a rank owns, in the dtype of the iterations. The three
-alternate in the same processes, so they see the same machine. Printed: medians of the slowest
-rank, and what Muon takes above AdamW as a multiple of its products.
+The ranks update the same model at a ZeRO stage, with random gradients, by AdamW and by Muon; as a
+third side they compute only the products X X^T, A A and B X of the matrices that a rank owns, in
+the dtype of the iterations. The three alternate in the same processes, so they see the same machine
+load. Printed: medians of the slowest rank, and the time of Muon minus AdamW's as a multiple of the
+products'.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from benchmarks.bench_step import SIZES, model_flags  # noqa: E402
 
 
 def rank_main(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
-    """Be one rank."""
+    """Run one rank: time all sides, in turns."""
     import pretrain_llama
     from mpu.connect import share
     from mpu.launch import Launch, bind_loopback
@@ -78,7 +79,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
 
 
 def products_of(shapes: list[tuple[int, int]], steps: int) -> Callable[[], None]:
-    """Return what makes the three products of each iteration of these matrices, and no more."""
+    """Return a function that computes only the three products of each iteration of matrices."""
     made: dict[tuple[int, int], Tensor] = {}
     for shape in shapes:
         low, high = sorted(shape)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much of the gradients' communication hides under compute over a slow link.
+"""Measure the share of gradient communication that is hidden by computation, over a slow link.
 
     sudo python benchmarks/bench_overlap.py [--link 1gbit] [--levels 0] [--buckets 4000000 1000000]
 
 Two data-parallel ranks of one thread run in two network namespaces, joined by a link of that rate
-(Linux, root, iproute2). The run is fp32, with --micro-batch sequences a rank in one micro-batch.
+(Linux, root, iproute2). The run is in fp32, with one micro-batch of --micro-batch sequences per
+rank.
 
     hidden = 1 - (overlapped - perfect) / communication
     overlapped      a step with --overlap-grad-reduce
@@ -13,11 +14,11 @@ Two data-parallel ranks of one thread run in two network namespaces, joined by a
     perfect         the overlapped step, with the collectives replaced by local copies (perfect.py)
     communication   the same buckets' collectives back to back, while nothing else runs
 
-Figures are seconds: medians over the timed steps of alternating launches, and in brackets the
-least. The hidden share is given for both, since a noisy machine adds more to the longer sides. In
+Figures are seconds: medians over the timed steps of alternating launches, with the minimum in
+brackets. The hidden share is printed for both, since noise adds more to the longer times. In
 `perfect` the ranks still agree on the loss and the norm, so the faster rank waits for the slower
-there too. From level 1 on, communication includes the gather of updated weights, which runs under
-the next forward (--overlap-param-gather).
+one there, too. From level 1 on, communication includes the gather of updated weights, which
+overlaps the next forward (--overlap-param-gather).
 """
 
 import argparse
@@ -84,7 +85,7 @@ def main() -> None:
 
 
 def hidden(overlapped: float, at_the_end: float, perfect: float, communication: float) -> float:
-    """Return the share of the communication that the step does not wait for."""
+    """Return the share of the communication for which the step does not wait."""
     return 1 - (overlapped - perfect) / communication
 
 
@@ -111,7 +112,7 @@ def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace
 
 
 def communicate(file: Path, steps: int, flags: list[str]) -> None:
-    """Run one rank: build the run that the flags describe, and time a step's collectives alone."""
+    """Run one rank: build the run of the flags, and time only a step's collectives."""
     launch = Launch.from_env()
     config = parse(flags, launch.world)
     grid = make_grid(config, launch)
@@ -120,7 +121,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     connect(config, grid, device, meet(wait, launch), wait, print)
     trained = build(config, grid, device, FailureMonitor())
     seconds = []
-    for _ in range(1 + steps):  # the first one connects the ranks and touches the memory
+    for _ in range(1 + steps):  # the first one, not timed, connects the ranks and touches memory
         collectives.barrier(grid.world)
         begin = time.perf_counter()
         collectives_of_a_step(trained)
@@ -132,7 +133,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
 
 
 def collectives_of_a_step(run: Run) -> None:
-    """Sum every bucket, though no gradient was written, and gather every sharded weight."""
+    """Sum all buckets, without gradients in them, and gather all sharded weights."""
     run.sink.begin_step()
     run.sink.finish_grad_sync()
     run.optimizer.weights_from_masters()

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure pipeline schedules against torch.distributed.pipelining, and against our own simulator.
+"""Compare pipeline schedules with torch.distributed.pipelining, and with our own simulator.
 
     python benchmarks/bench_pipeline.py [--cases tiny/1f1b/4 ...] [--peer PATH]
     sudo python benchmarks/bench_pipeline.py --link 200mbit [--cases tiny/1f1b/8 tiny/zb-h1/8]
 
-Two ranks have one thread each. Weft runs as its users run it: pretrain_llama.py, whose log is read.
-The peer runs the same sizes, micro-batches and precision through torch's own schedule classes. For
-zb-h1, which torch lacks, it takes InterleavedZeroBubble with two stages a rank. Launches alternate,
-so that a machine whose speed drifts is fair to both; a figure is the median over the timed steps of
-all launches. Three more columns are printed:
+Two ranks have one thread each. Weft runs as users run it: pretrain_llama.py, whose log is read. The
+peer runs the same sizes, micro-batches and precision through torch's own schedule classes; for
+zb-h1, which torch lacks, InterleavedZeroBubble with two stages per rank. Launches alternate, so
+that drifts of the machine's speed affect both equally; a figure is the median over the timed steps
+of all launches. Three more columns are printed:
 
     bound      the slowest rank's matmuls and attention alone, divided by 1 - bubble (bubble: of
-               the schedule itself, all stages equal, F = B = W)
-    pipeline   what the schedule's part of Weft's step took (--profile)
-    simulated  the same from mpu/pipeline/simulate.py, given each stage's median F, B and W
+               the schedule itself, with equal stages and F = B = W)
+    pipeline   measured time of the schedule's part of Weft's step (--profile)
+    simulated  the same by mpu/pipeline/simulate.py, from each stage's median F, B and W
 
---link RATE runs Weft alone, the cases in turn, with the two ranks in two network namespaces joined
+--link RATE runs only Weft, the cases in turn, with the two ranks in two network namespaces joined
 by a link of that rate (Linux, root, iproute2).
 """
 
@@ -50,7 +50,7 @@ from training.flags.parse import parse  # noqa: E402
 from training.run.pipeline_stages import stages_of  # noqa: E402
 
 P = 2
-THEIRS = {  # our schedule: torch's class, and its stages a rank
+THEIRS = {  # our schedule: torch's class, and its stages per rank
     "1f1b": ("1F1B", 1),
     "interleaved": ("Interleaved1F1B", 2),
     "zb-h1": ("InterleavedZeroBubble", 2),
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def against_the_peer(args: argparse.Namespace) -> None:
-    """Print one line a case: Weft, the peer, the bound and the simulation."""
+    """Print a line for each case: Weft, the peer, the bound and the simulation."""
     print("p = 2, fp32, micro-batch 1; seconds a step, medians of alternating launches")
     print(f"{'case':<22}{'Weft':>8}{'peer':>8}{'ratio':>7}{'bound':>8}{'of bound':>9}"
           f"{'pipeline':>10}{'simulated':>10}{'off by':>8}{'bubble':>8}  layers")  # fmt: skip
@@ -106,7 +106,7 @@ def against_the_peer(args: argparse.Namespace) -> None:
 
 
 def on_a_link(args: argparse.Namespace) -> None:
-    """Print one line a case: Weft's steps over a link of --link."""
+    """Print a line for each case: Weft's steps over the link of --link."""
     print(f"p = 2 over a link of {args.link}; seconds a step, medians of alternating launches")
     seconds: dict[str, list[float]] = {case: [] for case in args.cases}
     with Link(args.link) as link:
@@ -127,7 +127,7 @@ def schedule_of(case: str) -> Schedule:
 
 
 def flags_of(case: str) -> list[str]:
-    """Return the flags of pretrain_llama.py that make the case."""
+    """Return the flags of pretrain_llama.py for a case."""
     size, name, m = case.split("/")
     flags = [*model_flags(size), "--pipeline-model-parallel-size", str(P)]
     flags += ["--pipeline-schedule", name, "--micro-batch-size", "1", "--global-batch-size", m]
@@ -137,12 +137,12 @@ def flags_of(case: str) -> list[str]:
 
 
 def cut_of(case: str) -> tuple[Stage, ...]:
-    """Return the case's stages, as the run cuts them."""
+    """Return the case's stages, as in the run."""
     return stages_of(parse([*flags_of(case), "--train-iters", "1"], P), model_provider)
 
 
 class Link:
-    """Two network namespaces joined by a pair of virtual cards whose rate is limited."""
+    """Two network namespaces joined by a pair of virtual cards with a limited rate."""
 
     def __init__(self, rate: str, burst: str = "64kb") -> None:
         self.rate, self.burst = rate, burst
@@ -166,9 +166,9 @@ class Link:
             tell(f"ip netns del {space}")
 
     def run(self, words: list[str], apart: bool = False) -> None:
-        """Run one rank in each namespace, and wait for both; apart: two runs of one rank each.
+        """Run one rank in each namespace, and wait for both.
 
-        {end} in a word is the namespace's number.
+        {end} in a word is replaced by the namespace's number. apart: start two runs of one rank.
         """
         ranks = []
         for rank, space in enumerate(self.spaces):
@@ -231,7 +231,7 @@ def run_peer(peer: Path, case: str, steps: int) -> list[float]:
 
 
 def run_products(size: str) -> tuple[float, float]:
-    """Return the seconds of a layer's and of the head's products, two processes at once."""
+    """Return the seconds of a layer's and of the head's matmuls in two processes at once."""
     words = [sys.executable, __file__, "--products", size]
     ranks = [
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(P))
@@ -242,7 +242,7 @@ def run_products(size: str) -> tuple[float, float]:
 
 
 def bound_of(case: str, seconds: list[float]) -> tuple[float, float]:
-    """Return the least seconds a step can take in this schedule, and the schedule's bubble."""
+    """Return the least possible seconds of a step in this schedule, and the schedule's bubble."""
     schedule, (layer, head) = schedule_of(case), seconds
     work = [0.0] * P
     for number, stage in enumerate(cut_of(case)):
@@ -255,7 +255,7 @@ def bound_of(case: str, seconds: list[float]) -> tuple[float, float]:
 
 
 def predict(case: str, runs: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the seconds of a step's pipeline part: the measured median, and the simulation's."""
+    """Return the seconds of a step's pipeline part: the measured median, and as simulated."""
     schedule = schedule_of(case)
     took: dict[tuple[str, int], list[float]] = {}
     lasted = []

@@ -4,16 +4,16 @@
 
     python benchmarks/bench_restart.py [--kills 5] [FLAG...]
 
-Trains on two ranks. A rank is killed with -9 again and again, each time 2 to 4 s after the run was
-back. Printed is a median for each part of the time, and of all:
+Trains on two ranks. A rank is killed with -9 repeatedly, each time 2 to 4 s after the run has
+recovered. Printed are medians of the total time and of its parts:
 
-    stop       from the kill until all ranks are gone: the other one says why it ends
+    stop       from the kill until all ranks are gone; the other rank prints why it ends
     launch     until torchrun has started the new ranks
     start      until they have loaded the checkpoint: imports, flags, data, meeting, model, load
-    steps      until a step is made that was not made before; lost ones are made again
+    steps      until the first step that was not made before; lost steps are repeated
 
-benchmarks/bench_start.py says where `start` goes. More flags are the trainer's, in place of the
-small model's.
+benchmarks/bench_start.py breaks down `start`. FLAGs are the trainer's; they replace those of the
+small model.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Run:
             )
 
     def until(self, done: Callable[[], bool]) -> float:
-        """Return when it is done."""
+        """Wait until `done()` is true; return the time. Raises SystemExit if torchrun ends."""
         while not done():
             if self.process.poll() is not None:
                 raise SystemExit(f"torchrun ended:\n{self.out.read_text()[-4000:]}")
@@ -60,7 +60,7 @@ class Run:
         return time.monotonic()
 
     def ranks(self) -> set[int]:
-        """Return the ranks' process ids, of those that have not ended."""
+        """Return the process ids of the ranks that have not ended."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return {pid for pid in map(int, path.read_text().split()) if lives(pid)}
 
@@ -71,7 +71,7 @@ class Run:
         return int(steps[-1].partition(b'"iteration":')[2].partition(b",")[0]) if steps else 0
 
     def loads(self) -> int:
-        """Return how often a checkpoint was loaded."""
+        """Return the number of times that a checkpoint was loaded."""
         return self.out.read_text().count(": at iteration ")
 
 
@@ -83,7 +83,7 @@ def lives(process: int) -> bool:
 
 
 def restart(run: Run, victim: Callable[[list[int]], int]) -> tuple[list[float], int]:
-    """Kill a rank; return the seconds of each part, and how many steps were made again."""
+    """Kill a rank; return the seconds of each part, and the number of repeated steps."""
     old, loads, step = run.ranks(), run.loads(), run.step()
     os.kill(victim(sorted(old)), signal.SIGKILL)
     times = [time.monotonic(), run.until(lambda: not run.ranks() & old)]

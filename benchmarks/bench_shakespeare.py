@@ -5,14 +5,14 @@
     python benchmarks/bench_shakespeare.py shakespeare.txt --output runs/shakespeare
 
 nanoGPT (github.com/karpathy/nanoGPT, README, "i only have a macbook") trains 4 layers of 128
-channels and 4 heads on the characters of tiny Shakespeare, 64 characters a sample, 12 samples a
-step, 2,000 steps, no dropout, and reports a validation loss of 1.88 nats a character after about 3
-minutes. Here a Llama of that size takes the same characters a step at the same learning rate; then
-our own recipe takes as many CPU seconds as that did. Both read nine tenths of the text, as there,
-and are evaluated on all characters of the last tenth (nanoGPT's figure is of 20 random batches of
-it). CPU seconds are those of all threads of the run, start included, so that other work on the
-machine counts little. The text is data/tinyshakespeare/input.txt of github.com/karpathy/char-rnn,
-1,115,394 characters.
+channels and 4 heads on the characters of tiny Shakespeare, 64 characters per sample, 12 samples per
+step, 2,000 steps, no dropout, and reports a validation loss of 1.88 nats per character after about
+3 minutes. Here a Llama of that size trains on as many characters per step at the same learning
+rate; then our own recipe trains for as many CPU seconds. Both train on nine tenths of the text, as
+nanoGPT does, and are evaluated on all characters of the last tenth (nanoGPT's figure is of 20
+random batches of it). CPU seconds are those of all threads of the run, start included, so that
+other work on the machine has little effect. The text is data/tinyshakespeare/input.txt of
+github.com/karpathy/char-rnn, 1,115,394 characters.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def prepare(text: str, out: Path) -> dict[str, int]:
 
 
 def train(name: str, recipe: str, out: Path, threads: int) -> tuple[list[dict[str, float]], float]:
-    """Run a recipe; return its evaluations and the CPU seconds that it took."""
+    """Run a recipe; return its evaluations and its CPU seconds."""
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -94,7 +94,7 @@ def train(name: str, recipe: str, out: Path, threads: int) -> tuple[list[dict[st
 
 
 def steps_of(recipe: str, out: Path, threads: int, seconds: float) -> int:
-    """Return how many steps of a recipe fill so many CPU seconds, from two short runs of it."""
+    """Return the number of steps of a recipe in `seconds` CPU seconds, from two short runs."""
     few, more = 60, 160
     times = [
         train("timing", f"{recipe} --train-iters {n} --eval-iters 0", out, threads)[1]
@@ -112,7 +112,7 @@ def told(name: str, evaluations: list[dict[str, float]], seconds: float, steps: 
 
 
 def sample(folder: Path, prompt: str) -> str:
-    """Return a prompt and what the run's model goes on with."""
+    """Return a prompt and its continuation by the run's model."""
     command = [sys.executable, str(ROOT / "tools" / "generate.py"), "--load"]
     command += [str(folder / "checkpoints"), "--prompt", prompt, "--max-new-tokens", "56"]
     command += ["--temperature", "0.8", "--seed", "1"]

@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure collectives through shared memory against the same through gloo.
+"""Compare collectives through shared memory with those through gloo.
 
     python benchmarks/bench_shared_memory.py [--ranks 2] [--sizes 64 1024 4096 16384 65536]
 
-The ranks are on one host, with one thread each. Results go to tensors that exist already.
+The ranks are on one host, with one thread each. Results are written to existing tensors.
 
     gloo      the process group's own verb (all_gather_into_tensor, reduce_scatter_tensor,
               all_reduce)
-    ordered   ours through gloo: the same gather; sums by an all-to-all and additions in rank order
-    memory    ours through shared memory (mpu/comm/shared_memory.py): the same bits as `ordered`
+    ordered   Weft's verb through gloo: the same gather; sums by an all-to-all and additions in rank
+              order
+    memory    Weft's verb through shared memory (mpu/comm/shared_memory.py): the same bits as
+              `ordered`
 
-`all_gather in place` is what the overlap method `symmetric` does in front of a matmul: nothing is
-copied out, the gathered tensor is read where the ranks wrote it.
+`all_gather in place` is what the overlap method `symmetric` does in front of a matmul: the gathered
+tensor is not copied but read where the ranks wrote it.
 
-The three take turns, call by call. A call's time is its slowest rank's, from a barrier on; a figure
-is the median over the calls of all launches, in milliseconds. A size is the full tensor's, gathered
-or to be summed. The last lines give a barrier of --barrier-ranks ranks, in microseconds.
+The three alternate, call by call. A call's time is that of its slowest rank, after a barrier; a
+figure is the median over the calls of all launches, in milliseconds. A size is that of the full
+tensor, gathered or to be summed. The last lines have the time of a barrier of --barrier-ranks
+ranks, in microseconds.
 """
 
 import argparse
@@ -101,7 +104,7 @@ def table(found: Found, sizes: list[int]) -> list[str]:
 
 
 def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Return {side: call} for a verb on a full tensor of so many KiB; a call returns the result."""
+    """Return {side: call} for a verb on a full tensor of `kib` KiB; a call returns the result."""
     rows = kib * 1024 // dtype.itemsize
     part = rows // axis.size
     full = torch.randn(part * axis.size, generator=torch.Generator().manual_seed(axis.rank))
@@ -113,7 +116,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
         def in_place() -> Tensor:
             gathering = Symmetric(axis).start_all_gather(x, None)
             whole = gathering.gathered()
-            gathering.close()  # a longer reader would close later
+            gathering.close()  # a real reader would close it after its matmul
             return whole
 
         return {
@@ -132,7 +135,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
             "ordered": lambda: collectives.reduce_scatter(full, outside, into=out)[0],
             "memory": lambda: collectives.reduce_scatter(full, axis, into=out)[0],
         }
-    return {  # in place: the numbers grow to infinity, at the same speed
+    return {  # in place: values grow to infinity, which does not change the speed
         "gloo": lambda: (dist.all_reduce(full, group=group), full)[1],
         "ordered": lambda: collectives.all_reduce_in_order(full, outside),
         "memory": lambda: collectives.all_reduce(full, axis)[0],
@@ -140,7 +143,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
 
 
 def measure(axis: Axis, sides: dict[str, Callable[[], Tensor]], times: int) -> Found:
-    """Call the sides in turn; return each side's seconds of every call, on the slowest rank."""
+    """Call the sides in turn; return the seconds of each call on the slowest rank, by side."""
     buffer = SymmetricBuffer(collectives.by_process_group(axis), 64, WAIT)
     seconds: Found = {side: [] for side in sides}
     for _ in range(WARM + times):
@@ -155,7 +158,7 @@ def measure(axis: Axis, sides: dict[str, Callable[[], Tensor]], times: int) -> F
 
 
 def be_rank(args: argparse.Namespace) -> None:
-    """Run one rank of a launch: time what is asked for at its number of ranks."""
+    """Run one rank of a launch: time the verbs or the barrier, by the number of ranks."""
     torch.set_num_threads(1)
     launch, found = Launch.from_env(), {}
     grid = Grid(launch.world, launch.world, launch=launch)

@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Count what ranks of a large world do before their first step is done.
+"""Measure the start-up work of ranks of a large world, up to the end of their first step.
 
     python benchmarks/bench_start.py                        8 ranks of 4,096
     python benchmarks/bench_start.py --ranks 0 5 --zero 0   these two; each loads all its weights
     python benchmarks/bench_start.py --tree ../older        the same, of another checkout
 
 Each rank is a process that runs pretrain_llama.main with the flags of a run of 8 tensor-parallel x
-512 data-parallel ranks, one after the other. It resumes from a checkpoint that one rank saved. The
-other ranks are played: the store at which ranks meet answers as they would, process groups are
-torch's fake ones, which send nothing, and what ranks tell each other of a checkpoint is what this
-one says. So everything that a rank does alone is done and counted, and nothing that takes a
-network: waiting for others is not in the seconds.
+512 data-parallel ranks; the processes run one after the other. A rank resumes from a checkpoint
+that one rank saved. The other ranks are simulated: the rendezvous store answers as they would,
+process groups are torch's fake ones, which send nothing, and gathered facts about a checkpoint
+equal this rank's. So all work that a rank does by itself is done and counted; network time and
+waits for other ranks are not.
 
     modules      Python modules in memory when the first step is done
     opened       files that Python opened (sys.addaudithook), imports included
     read         bytes of all reads (/proc/self/io, page cache included), without what is mapped
     loaded       bytes of tensors that the rank read from the checkpoint
     hashed       bytes of its files that the rank compared with their sums
-    calls, put   to the store, and bytes that the rank put there
-    seconds      of processor time until imports, data, meeting, model, checkpoint and first step
-                 were done
+    calls, put   calls of the store, and bytes that the rank wrote to it
+    seconds      of processor time until the end of imports, data, meeting, model, checkpoint and
+                 first step
 
-The first of the ranks is run once more before all, so that the page cache and the index of the data
-are as on a host where another rank came first.
+Before the measurement the first rank runs once, so that the page cache and the index of the data
+are as on a host where another rank has started before.
 """
 
 import argparse
@@ -179,7 +179,7 @@ sys.exit(pretrain_llama.main(sys.argv[1:]))
 
 
 def start(tree: Path, rank: int, flags: list[str]) -> dict[str, Any]:
-    """Run one rank up to its first step; return what was counted."""
+    """Run one rank up to the end of its first step; return the counts."""
     environment = {
         **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD),
         "RANK": str(rank), "LOCAL_RANK": str(rank % 8), "LOCAL_WORLD_SIZE": "8",
@@ -196,7 +196,7 @@ def start(tree: Path, rank: int, flags: list[str]) -> dict[str, Any]:
 
 
 def saved(tree: Path, folder: str, data: list[str]) -> None:
-    """Let one rank train a step and save it."""
+    """Train one step on one rank, and save a checkpoint."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     flags = [*MODEL.split(), *data, "--global-batch-size", str(WORLD // TP), "--save", folder]
     flags += ["--exit-interval", "1", "--micro-batch-size", "64"]
@@ -205,7 +205,7 @@ def saved(tree: Path, folder: str, data: list[str]) -> None:
 
 
 def corpus(prefix: str) -> list[str]:
-    """Write a corpus of 200,000 documents; return the flags that read it."""
+    """Write a corpus of 200,000 documents; return the flags to read it."""
     import numpy as np
 
     sys.path.insert(0, str(ROOT))
@@ -225,7 +225,7 @@ def size(count: float) -> str:
 
 
 def main() -> int:
-    """Count, and print a row for each rank."""
+    """Measure, and print a row for each rank."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help=f"of {WORLD:,}")
     parser.add_argument("--zero", default="1", help="ZeRO stage of the run")

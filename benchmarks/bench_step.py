@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a training step against a peer built from PyTorch's own parallel stack, in one run.
+"""Compare a training step with that of a peer built from PyTorch's own parallel stack, in one run.
 
     python benchmarks/bench_step.py [--peer PATH] [--compile] [--cases tiny-fp32-1 ...]
 
-Weft runs as its users run it: pretrain_llama.py under torchrun, whose log is read. The peer is a
-script that takes --size, --dtype, --tp, --warmup and --steps, and prints `JSON {...}`
-with the times of its steps. The default is a torchtitan-style trainer (DTensor TP with SP, loss
-parallel, fused AdamW, clipping). Both have the same sizes, global batch of 4 sequences and number
-of threads. Launches alternate, so that a machine whose speed drifts is fair to all; a figure is the
-median over all timed steps of all launches. With --compile the peer is measured under torch.compile
-too, and two columns more have its tokens/s and the ratio to it; it compiles in the warm-up. The
-bound is the same step's matmuls and attention alone, each by the fastest kernel at hand, on the
-same number of processes and threads.
+Weft runs as users run it: pretrain_llama.py under torchrun, whose log is read. The peer is a script
+that takes --size, --dtype, --tp, --warmup and --steps, and prints `JSON {...}` with the times of
+its steps. The default is a torchtitan-style trainer (DTensor TP with SP, loss parallel, fused
+AdamW, clipping). Both have the same sizes, global batch of 4 sequences and number of threads.
+Launches alternate, so that drifts of the machine's speed affect all equally; a figure is the median
+over all timed steps of all launches. With --compile the peer is also measured under torch.compile,
+with its tokens/s and the ratio to it in two more columns; it compiles in the warm-up. The bound is
+only the same step's matmuls and attention, each by the fastest available kernel, on the same number
+of processes and threads.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class Side:
 
 
 def command(ranks: int, python: str = sys.executable) -> list[str]:
-    """Return the words that start so many ranks: one process directly, several by torchrun."""
+    """Return the command that starts ranks: one process directly, several by torchrun."""
     if ranks == 1:
         return [python]
     return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -114,13 +114,13 @@ def environment(tp: int) -> dict[str, str]:
 
 def output(words: list[str], tp: int, cwd: Path = ROOT) -> str:
     done = subprocess.run(words, capture_output=True, text=True, env=environment(tp), cwd=cwd)
-    if done.returncode and "JSON {" not in done.stdout:  # gloo may abort a peer that is done
+    if done.returncode and "JSON {" not in done.stdout:  # gloo may abort a peer after its output
         sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
 
 
 def model_flags(size: str) -> list[str]:
-    """Return the flags of pretrain_llama.py that the cases share."""
+    """Return the flags of pretrain_llama.py that all cases of a size have."""
     h, layers, heads, groups, ffn, vocab, s = SIZES[size]
     return f"""
         --num-layers {layers} --hidden-size {h} --num-attention-heads {heads}
@@ -151,7 +151,7 @@ def run_weft(
         flags += ["--bf16"] if dtype == "bf16" else []
         flags += ["--sequence-parallel"] if tp != "1" else []
         words = [*command(int(tp)), str(program), *flags, *more.split()]
-        output(words, int(tp), cwd=program.parent)  # another checkout has its own model's file
+        output(words, int(tp), cwd=program.parent)  # so that it finds its checkout's model file
         rows = [json.loads(line) for line in log.read_text().splitlines()]
     rows = [row for row in rows if "step_seconds" in row][warm:]
     return [r["step_seconds"] for r in rows], max(r["peak_memory_bytes"] for r in rows) / 2**20
@@ -166,16 +166,16 @@ def run_peer(peer: Path, case: str, steps: int, more: str = "") -> tuple[list[fl
 
 
 def report(words: list[str], ranks: int) -> dict[str, Any]:
-    """Run a peer; return the object that it printed after `JSON `."""
+    """Run a peer; return the object that it prints after `JSON `."""
     text = output(words, ranks)
     return json.loads(text[text.index("JSON ") + 5 :].splitlines()[0])
 
 
 def run_bound(case: str, dp: int = 1) -> float:
-    """Return the seconds of a step's matmuls and attention alone, on all ranks at once.
+    """Return the seconds of only a step's matmuls and attention, on all ranks at once.
 
-    If ranks outnumber the cores, one process a core runs, and its time counts once for each rank
-    that shares the core.
+    If there are more ranks than cores, one process runs on each core, and its time is multiplied by
+    the number of ranks per core.
     """
     ranks = int(case.split("-")[2]) * dp
     at_once = min(ranks, len(os.sched_getaffinity(0)))
@@ -194,11 +194,11 @@ def bound_of_this_process(size: str, dtype: str, tp: str, dp: str) -> float:
 
 
 def products(size: str, dtype: str, t: int, batch: int) -> tuple[float, float]:
-    """Time forward, dgrad and wgrad matmuls, and attention both ways, for `batch` sequences.
+    """Return one rank's seconds of a layer's and of the head's matmuls, for `batch` sequences.
 
-    Each is timed by every kernel that a step could call, ours among them, and counts by the
-    fastest, so that no step can beat the sum. Returns one rank's seconds of a layer, and of the
-    head: the best of five.
+    These are forward, dgrad and wgrad matmuls, and attention with its backward. Each is timed with
+    every kernel that a step could call, also ours, and the best of five of the fastest one counts,
+    so that no step can be faster than the sum.
     """
     h, _, heads, groups, ffn, vocab, s = SIZES[size]
     d, n = h // heads, batch * s
@@ -235,7 +235,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fastest(*kernels: Callable[[], object]) -> float:
-    """Return the seconds of the fastest kernel, each at its best of five."""
+    """Return the seconds of the fastest kernel, the best of five calls of each."""
     best = float("inf")
     for _ in range(5):
         for kernel in kernels:

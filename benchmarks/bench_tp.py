@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a training step at tensor parallel 2 against a peer, one process and no communication.
+"""Compare a training step at tensor parallel 2 with a peer, one process and no communication.
 
     python benchmarks/bench_tp.py [--cases tiny-fp32 ...] [--paths none auto]
 
@@ -9,8 +9,8 @@
     gloo      the same with --tp-comm-overlap none and --no-shared-memory
     perfect   the same with every collective replaced by a local copy (benchmarks/perfect.py)
 
-Figures are tokens/s: medians over the timed steps of launches that take turns. One more line a PATH
-has the ratios of its speed to peer, one and perfect. The batch is 4 sequences.
+Figures are tokens/s: medians over the timed steps of alternating launches. One more line for each
+PATH has the ratios of its speed to peer, one and perfect. The batch is 4 sequences.
 """
 
 import argparse

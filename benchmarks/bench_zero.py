@@ -1,28 +1,28 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the ZeRO levels against FSDP2 and against DeepSpeed ZeRO, in one run.
+"""Compare the ZeRO levels with FSDP2 and DeepSpeed ZeRO, in one run.
 
     python benchmarks/bench_zero.py [--cases tiny-fp32-2 ...] [--levels 1 3]
                                     [--deepspeed-python PATH]
 
-Weft runs as its users run it: pretrain_llama.py under torchrun, whose log is read. FSDP2 is
+Weft runs as users run it: pretrain_llama.py under torchrun, whose log is read. FSDP2 is
 peers/native.py; DeepSpeed is peers/deepspeed_zero.py in an interpreter that has it. All start from
-the same weights, see the same tokens and take the same step: 4 sequences, 4 / dp of them on a rank
-in one micro-batch, AdamW, clipping at 1.0. Their losses are compared before their times. Launches
-alternate, so that a machine whose speed drifts is fair to all; a figure is the median over the
-timed steps of all launches. The ranks divide the cores, with at least one thread each.
+the same weights, read the same tokens and make the same steps: 4 sequences, 4 / dp of them on a
+rank in one micro-batch, AdamW, clipping at 1.0. Their losses are compared before their times.
+Launches alternate, so that drifts of the machine's speed affect all equally; a figure is the median
+over the timed steps of all launches. The ranks divide the cores, with at least one thread each.
 
 FSDP2 reshards weights after forward, as ZeRO-3 does, and is compared with level 3. "FSDP2 kept"
-keeps them until backward is done (reshard_after_forward=False) and is compared with levels 0 to 2.
-DeepSpeed's stage 0 is left out: in bf16 it has no fp32 masters.
+keeps them until the end of backward (reshard_after_forward=False) and is compared with levels 0 to
+2. DeepSpeed's stage 0 is left out: in bf16 it has no fp32 masters.
 
-bound   the step's matmuls and attention alone, on as many ranks
-alone   Weft's own ranks without communication: as many processes at once, each of which trains its
-        part of the batch by itself. What ZeRO adds is the difference to this
+bound   only the step's matmuls and attention, on the same number of ranks
+alone   Weft's ranks without communication: the same number of processes at once, each of which
+        trains its part of the batch by itself. The difference is the cost of ZeRO
 peak    the largest rank's resident memory in the timed steps, of the whole process. The peers trim
         their heap (malloc_trim) and reset the kernel's peak (VmHWM) before the last warm-up step.
-        Weft's peak is reset from outside at that step and its heap is not trimmed, so memory that
-        its start left behind counts.
+        Weft's peak is reset from outside at that step and its heap is not trimmed, so memory left
+        over from its start-up counts.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def missing_deepspeed(python: str | None) -> str:
-    """Return why DeepSpeed is left out, or "" where the interpreter has it."""
+    """Return why DeepSpeed is left out, or "" if the interpreter has it."""
     if python is None:
         return (
             "--deepspeed-python names no interpreter; make one: python3 -m venv DIR, in it "
@@ -152,7 +152,7 @@ def run_all(
 def rows(
     case: str, sides: dict[tuple[str, int], tuple[Side, list[float]]], bound: float, alone: float
 ) -> list[tuple[str, str]]:
-    """Return (table, row) for each level and peer; the table is UNLIKE where losses differ."""
+    """Return (table, row) for each level and peer; the table is UNLIKE if losses differ."""
     size, dtype, dp = case.split("-")
     tokens = BATCH * SIZES[size][-1]
     made = []
@@ -183,10 +183,10 @@ def rows(
 
 
 class Start:
-    """Write what all sides of a case start from.
+    """Writes the common inputs of all sides of a case.
 
-    Weft gets a checkpoint of the weights that the peers draw; the peers get a file of the tokens
-    that Weft makes up (--mock-data).
+    Weft gets a checkpoint with the weights that the peers draw; the peers get a file with Weft's
+    mock tokens (--mock-data).
     """
 
     def __init__(self, size: str, steps: int, folder: Path) -> None:
@@ -249,7 +249,7 @@ def run_weft(case: str, level: int, start: Start) -> tuple[list[float], float, l
 
 
 def run_alone(case: str, start: Start) -> list[float]:
-    """Run as many processes of one rank as the case has ranks; return all their steps' seconds."""
+    """Run a one-rank process for each rank of the case, all at once; return all steps' seconds."""
     size, dtype, dp = case.split("-")
     share = str(BATCH // int(dp))
     flags = ["--micro-batch-size", share, "--global-batch-size", share, "--train-iters"]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the tokens of code in each room, here and in another commit.
+"""Count the tokens of code in each room, in this checkout and in another commit.
 
     python benchmarks/code_size.py [BASE]
 
 A token is a name, a number, an operator or a word inside a string. Comments, docstrings and layout
-do not count, so neither packing lines nor splitting files changes the figure. Python and C++ count
-apart; JSON and TOML are data and count in bytes. A room is a top folder, or a folder in it. The
-product is all but tests/, benchmarks/ and setup.py. The files are those that git tracks.
+do not count, so neither joining lines nor splitting files changes the figure. Python and C++ are
+counted separately; JSON and TOML are data, counted in bytes. A room is a top-level folder, or a
+folder in it. The product is everything but tests/, benchmarks/ and setup.py. Only files that git
+tracks are counted.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def of_cpp(source: str) -> int:
 
 
 def size(name: str, source: str) -> int:
-    """Count a file in the unit of its kind."""
+    """Return the size of a file in the unit of its kind: tokens, or bytes of data."""
     suffix = Path(name).suffix
     if KINDS[suffix] == DATA:
         return len(source.encode())
@@ -70,7 +71,7 @@ def size(name: str, source: str) -> int:
 
 
 def room(name: str) -> str:
-    """Return the room of a file: its top folder, and the folder in it if there is one."""
+    """Return the room of a file: its top-level folder, and the folder in it if there is one."""
     parts = Path(name).parts
     return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
 
@@ -86,7 +87,7 @@ def rooms(commit: str | None = None) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def sources(commit: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of every file that counts, in a commit or in this checkout."""
+    """Yield (name, text) of every counted file, in a commit or in this checkout."""
     if commit is None:
         for name in _git("ls-files").decode().splitlines():
             if Path(name).suffix in KINDS and (ROOT / name).exists():

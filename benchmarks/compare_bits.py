@@ -3,22 +3,22 @@
 
     python benchmarks/compare_bits.py BASE [--runs tp2-sp dp2-zero3 ...] [--keep FOLDER]
 
-Each run of RUNS is trained three times on the CPU, by the command line of pretrain_llama.py alone:
+Each run of RUNS is trained three times on the CPU, only by command lines of pretrain_llama.py:
 
     base      STEPS + MORE steps in BASE, saved after STEPS and at the end
     new       the same in this checkout, its uncommitted changes included
-    resumed   this checkout goes on from the checkpoint that BASE saved after STEPS, to the end
+    resumed   this checkout continues from the checkpoint that BASE saved after STEPS, to the end
 
 `new` must log the same losses, gradient norms and learning rates as `base`, to the last bit, and
 write the same files, byte for byte. `resumed` must do so for the steps after STEPS, which `base`
-made without stopping. Every run starts in a folder of its own with the same relative paths, so no
-difference between files is excused. A row of the table is a run; its first differences are below
-it. The exit code is 1 if anything differs or fails.
+made without stopping. Every run starts in its own folder with the same relative paths, so that
+paths in files do not differ. The table has a row for each run, followed by its first differences.
+The exit code is 1 if anything differs or fails.
 
 BASE is a commit, or a directory with a checkout. The run `forked` trains, in each tree, a copy of
 its model/llama.py with another activation and one more norm (see FORK), as a user would fork it.
 
-A rank is forked from this process, which has imported torch (through benchmarks/differences.py) and
+Ranks are forked from this process, which has imported torch (through benchmarks/differences.py) and
 nothing from either tree, because importing torch takes longer than such a run.
 """
 
@@ -67,7 +67,7 @@ COMMON = f"""
 
 @dataclass(frozen=True)
 class Run:
-    """A run that both trees make. forked: train the forked model. tied: tie head and embedding."""
+    """A run made in both trees. forked: train the forked model. tied: tie head and embedding."""
 
     ranks: int
     flags: str
@@ -120,7 +120,7 @@ RUNS = {
     "experts-overlap": Run(4, EXPERTS + PP + VIRTUAL + "--overlap-moe-expert-parallel-comm"),
     "zero3-tp2-pp2": Run(8, EARLY + SP + PP + "--zero-stage 3"),
 }
-FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches once
+FORK = {  # pattern: replacement in a copy of model/llama.py; each must match exactly once
     r"self\.down\(swiglu\(self\.gate_up\(x\)\)\)|swiglu\(x, self\.gate_up, self\.down\)":
     "self.down(gated(self.gate_up(x)))",
     r"\Z": (
@@ -162,7 +162,7 @@ def main() -> int:
 
 
 def compare_all(names: list[str], base: Path, forks: Path, at: Path, told: str) -> dict[str, bool]:
-    """Make the runs in both trees and print the table; return which ones are the same."""
+    """Make the runs in both trees and print the table; return whether each is the same."""
     print(f"base: {describe(told)}\nnew:  {describe_here()}")
     if any(RUNS[name].forked for name in names):
         fork(base, forks / "fork_of_base")
@@ -187,7 +187,7 @@ def compare_all(names: list[str], base: Path, forks: Path, at: Path, told: str) 
 def compare_run(run: Run, base: Path, new: Path, at: Path) -> tuple[str, str, str]:
     """Make one run three times in folders of `at`, with the scripts `base` and `new`.
 
-    Returns the first difference, or "", in losses and norms, checkpoints, and the resumed run.
+    Return the first difference, or "", of losses and norms, of checkpoints, and of the resumed run.
     """
     shutil.rmtree(at, ignore_errors=True)
     first, last = (f"step_{step:08d}" for step in (STEPS, STEPS + MORE))
@@ -213,7 +213,7 @@ def fork(tree: Path, folder: Path) -> None:
     """Make a fork of a tree in `folder`, with links to the tree's files.
 
     alpaca.py is a changed copy of model/llama.py, pretrain_alpaca.py the program that trains it.
-    Raises NoCheckout unless each text to be changed is there exactly once.
+    Raises NoCheckout unless each text to replace occurs exactly once.
     """
     folder.mkdir()
     for path in tree.iterdir():
@@ -233,7 +233,7 @@ def fork(tree: Path, folder: Path) -> None:
 
 
 def train(script: Path, folder: Path, run: Run) -> str:
-    """Train a run in a folder, on all its ranks; return "", or how it failed."""
+    """Train a run in a folder, on all its ranks; return "", or a description of the failure."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -5,15 +5,15 @@
 
 The measurement is Weft's side of `make bench` and `make bench-overlap` at size tiny (run_weft of
 benchmarks/bench_step.py). It is made in three trees: this checkout (new), BASE (base), and a second
-checkout of BASE (again). A round launches each once. Two rounds in a row have base and the others
-in opposite order, so that a machine whose speed drifts is fair to all. A launch gives the median of
-its timed steps, a round two ratios of tokens/s:
+checkout of BASE (again). A round launches each once. Consecutive rounds have base and the others in
+opposite order, so that drifts of the machine's speed affect all equally. The result of a launch is
+the median of its timed steps; a round has two ratios of tokens/s:
 
-    new/base        what is asked
-    again/base      A/A: what two checkouts of one commit differ by on this machine, so noise
+    new/base        the comparison
+    again/base      A/A: the difference of two checkouts of one commit, which is noise
 
 A row has each ratio's median over the rounds, with a 95% interval from bootstrap samples of the
-rounds. The exit code is 1 if an interval of new/base lies wholly below 1.00.
+rounds. The exit code is 1 if an interval of new/base is entirely below 1.00.
 
 BASE is a commit, or a directory with a checkout (again is then the same directory).
 """
@@ -40,7 +40,7 @@ from tools.bisect.checkouts import (  # noqa: E402
 )
 
 DATA_PARALLEL = f"--tensor-model-parallel-size 1 --micro-batch-size {BATCH // 2}"  # the last counts
-CASES = {  # a case of bench_step.py, and flags after its own
+CASES = {  # a case of bench_step.py, and additional flags
     "tiny-fp32-1": ("tiny-fp32-1", ""),
     "tiny-bf16-1": ("tiny-bf16-1", ""),
     "tiny-fp32-tp2": ("tiny-fp32-2", "--tp-comm-overlap none"),
@@ -50,7 +50,7 @@ CASES = {  # a case of bench_step.py, and flags after its own
     "tiny-bf16-tp2-overlap": ("tiny-bf16-2", "--tp-comm-overlap auto"),
 }
 USUAL = list(CASES)[:5]
-ORDERS = (  # of a round's launches: base is first in every second round, last in the others
+ORDERS = (  # of a round's launches: base alternates between first and last
     ("base", "new", "again"),
     ("new", "again", "base"),
     ("base", "again", "new"),
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def measure(name: str, trees: dict[str, Path], pairs: int, steps: int) -> dict[str, list[float]]:
-    """Launch every tree once a round; return each side's median seconds a step, round by round."""
+    """Launch every tree once per round; return each side's median seconds of a step by round."""
     case, more = CASES[name]
     seconds: dict[str, list[float]] = {side: [] for side in trees}
     for at in range(pairs):
@@ -105,7 +105,7 @@ def measure(name: str, trees: dict[str, Path], pairs: int, steps: int) -> dict[s
 
 
 def row(name: str, seconds: dict[str, list[float]]) -> tuple[str, bool]:
-    """Return a case's line of the table, and whether its interval lies wholly below 1.00."""
+    """Return a case's line of the table, and whether its interval is entirely below 1.00."""
     tokens = BATCH * SIZES[CASES[name][0].split("-")[0]][-1]
     speed = {side: tokens / statistics.median(found) for side, found in seconds.items()}
     line = f"{name:<23}{speed['base']:>7.0f}{speed['new']:>7.0f}"
@@ -123,7 +123,7 @@ def median_interval(
 ) -> tuple[float, float]:
     """Return the bootstrap percentile interval of the median (Efron, Tibshirani 1993, chapter 13).
 
-    A resample draws as many values with replacement; the draws are the same in every call.
+    Each resample draws len(values) values with replacement, with the same seed in every call.
     """
     drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
     tail = (1 - confidence) / 2

@@ -6,13 +6,13 @@
     python benchmarks/coordinate_check.py --widths 64 256 1024 --steps 4 --output coordinates.svg \\
         -- --model-file model/qwen3.py --hidden-size 64 --num-attention-heads 4 --lr 1e-2
 
-For each width a model takes a few steps on one batch of random tokens, with --use-mup and without.
-What its modules return changes: the root of the mean square of that change is a number that must
-not depend on the width, else a learning rate that is right at one width is wrong at another (Yang
-et al. 2022, Tensor Programs V, appendix D.1). Printed is the slope of its logarithm over that of
-the width, for each kind of module: 0 is no dependence. After "--" come flags of pretrain_llama.py,
-of the narrowest model, whose hidden size is the base; the hidden size, the heads and the width of
-the MLP grow together. Exit code 1: with muP a slope is beyond --tolerance; 2: a mistake in flags.
+For each width a model is trained for a few steps on one batch of random tokens, with and without
+--use-mup. The root mean square of the change of its modules' outputs must not depend on the width;
+otherwise a learning rate that is right at one width is wrong at another (Yang et al. 2022, Tensor
+Programs V, appendix D.1). Printed is the slope of its logarithm over that of the width, for each
+kind of module: 0 means no dependence. After "--" come flags of pretrain_llama.py for the base
+model; the hidden size, the heads and the width of the MLP grow together. Exit code 1: with muP a
+slope is beyond --tolerance; 2: a mistake in flags.
 """
 
 import math
@@ -37,15 +37,15 @@ from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
-# The embedding is large, so that a few steps do not turn the residual stream: else the logits also
-# change by the output layer's initial weights, as 1 / sqrt(width).
+# The embedding is large, so that a few steps hardly change the direction of the residual stream:
+# otherwise the logits also change through the output layer's initial weights, as 1 / sqrt(width).
 BASE = """--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-layers 2
     --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 16
     --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 1
     --train-iters 10 --lr 0.0025 --lr-decay-style constant --weight-decay 0 --clip-grad 0
     --mup-embedding-mult 50 --device cpu""".split()
 MODES = ("standard", "muP")
-Kinds = dict[str, float]  # a kind of module: the root of the mean square of its change
+Kinds = dict[str, float]  # a kind of module: the root mean square of its output's change
 
 
 def with_flags(base: Sequence[str], more: Sequence[str]) -> dict[str, list[str]]:
@@ -64,7 +64,7 @@ def with_flags(base: Sequence[str], more: Sequence[str]) -> dict[str, list[str]]
 
 
 def of_width(flags: dict[str, list[str]], width: int, mup: bool) -> list[str]:
-    """Return the command line of a model of this width, in proportion to the base."""
+    """Return the command line of a model of a width, with other sizes in proportion to the base."""
     base = int(flags["--hidden-size"][0])
     made = {k: v for k, v in flags.items() if not k.startswith(("--use-mup", "--mup-"))}
     heads = int(flags["--num-attention-heads"][0])
@@ -87,7 +87,7 @@ def of_width(flags: dict[str, list[str]], width: int, mup: bool) -> list[str]:
 
 
 def start(words: Sequence[str]) -> pretrain_llama.LlamaRun:
-    """Build a model and its optimizer, alone in this process."""
+    """Build a model and its optimizer on one rank."""
     config = parse(list(words), 1, None, of_checkpoint)
     return pretrain_llama.build(config, Grid(), torch.device("cpu"), FailureMonitor())
 
@@ -107,7 +107,7 @@ def batch_of(run: pretrain_llama.LlamaRun, seed: int) -> Batch:
 
 @contextmanager
 def seen(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Note what the embedding, the blocks, and the modules right inside of blocks return."""
+    """Record the outputs of the embedding, of the blocks, and of direct submodules of blocks."""
     found: dict[str, list[Tensor]] = {}
     hooks = []
     for name, each in module.named_modules():
@@ -130,7 +130,7 @@ def seen(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @torch.no_grad()
 def activations(run: pretrain_llama.LlamaRun, batch: Batch) -> dict[str, list[Tensor]]:
-    """Return what each kind of module returns, layer by layer, and the logits."""
+    """Return the outputs of each kind of module, by layer, and the logits."""
     with seen(run.module) as found:
         logits = run.model(batch.tokens)
     found.pop("head", None)
@@ -138,7 +138,7 @@ def activations(run: pretrain_llama.LlamaRun, batch: Batch) -> dict[str, list[Te
 
 
 def change(words: Sequence[str], steps: int) -> Kinds:
-    """Train a model for a few steps; return how much each kind of module's output changed."""
+    """Train a model for a few steps; return the change of each kind of module's output."""
     run = start(words)
     batch = batch_of(run, run.config.run.seed)
     before = activations(run, batch)
@@ -186,7 +186,7 @@ def check(flags: dict[str, list[str]], args: Any) -> dict[str, dict[int, Kinds]]
 
 
 def row(kinds: Kinds) -> str:
-    """Return numbers by name, in one line."""
+    """Return the numbers and their names as one line."""
     return "  ".join(f"{kind} {value:.3g}" for kind, value in kinds.items())
 
 

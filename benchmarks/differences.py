@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-# settings of flags that were removed or renamed: an older commit's state.json names them, ours does
-# not
+# settings of removed or renamed flags, which are only in the state.json of older commits
 REMOVED = (
     "fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto",
     "parallel.core_attention_backend",  # parallel.attention_backend
@@ -33,7 +32,7 @@ LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what a run logged at each step, without times and speeds; JSON keeps every bit."""
+    """Return the logged values of each step, without times and speeds; JSON keeps every bit."""
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [{key: line[key] for key in LOGGED} for line in lines]
 
@@ -51,9 +50,9 @@ def rows_differ(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> str:
 def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
     """Return the first difference between the checkpoints in two directories, or "".
 
-    Tensor files come first, then JSON; the manifest, which hashes every other file, comes last. A
-    setting or hash that only the new state.json has is no difference, nor is a REMOVED one, nor the
-    hash and the folder of the model's source file.
+    Tensor files are compared first, then JSON files, and last the manifest, which has the hashes of
+    all others. Settings and hashes that only the new state.json has are ignored, as are REMOVED
+    ones, and the hash and the folder of the model's source file.
     """
     for folder in (want, got):
         saved = sorted(path.name for path in folder.glob("step_*"))
@@ -78,7 +77,7 @@ def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
 
 
 def file_differs(one: Path, other: Path) -> str:
-    """Return the first difference in what two files of a checkpoint hold, or ""."""
+    """Return the first difference in the contents of two files of a checkpoint, or ""."""
     if one.suffix == ".json":
         here, there = json.loads(one.read_text()), json.loads(other.read_text())
         if one.name == "manifest.json":  # it has the hashes of state.json and of its settings
@@ -91,7 +90,7 @@ def file_differs(one: Path, other: Path) -> str:
             files = [state.get("config", {}).get("model.model_file") for state in (here, there)]
             for state, file in zip((here, there), files, strict=True):
                 state.pop("model_digest", None)  # of the source of the model's file
-                if file:  # each tree has its own
+                if file:  # its folder differs between the trees
                     state["config"]["model.model_file"] = Path(file).name
                     words = state.get("command_line", ())
                     state["command_line"] = [Path(w).name if w == file else w for w in words]
@@ -99,9 +98,9 @@ def file_differs(one: Path, other: Path) -> str:
                     state.pop("config_digest", None)
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}
             if isinstance(kinds := here["config"].get(KIND), list) and len(kinds) == 1:
-                here["config"][KIND] = kinds[0]  # a kind of each layer: they were all the same
+                here["config"][KIND] = kinds[0]  # it was a list, with one kind for all layers
         if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
-            there["config_digest"] = here.get("config_digest")  # it hashes all settings
+            there["config_digest"] = here.get("config_digest")  # a hash of all settings
         return value_differs(here, there, more=one.name == "state.json")
     here, there = load_file(one), load_file(other)
     if here.keys() != there.keys():
@@ -129,7 +128,7 @@ def tensor_differs(one: torch.Tensor, other: torch.Tensor) -> str:
 def value_differs(one: Any, other: Any, at: str = "", more: bool = False) -> str:
     """Return where two JSON values first differ, and how, or "".
 
-    more: `other` may have keys that `one` has not.
+    more: ignore keys that only `other` has.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one and not more)]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw which context-parallel rank attends to what in a row of tokens, and print its share.
+"""Draw the attention blocks of each context-parallel rank in a row of tokens, and print shares.
 
     python benchmarks/draw_attention.py --cp 4 --documents 64 --out causal.svg
     python benchmarks/draw_attention.py --cp 4 --documents 70,25,1,32 --window 16
     python benchmarks/draw_attention.py --all docs/attention
 
 Queries go down, keys to the right. A block of attention has the colour of the rank that holds its
-queries; the strip on the left shows who holds which token (mpu/layers/attention/shards.py).
+queries; the strip on the left shows which rank holds each token (mpu/layers/attention/shards.py).
 """
 
 import argparse
@@ -22,14 +22,14 @@ from mpu.layers.attention.shards import balance, context_blocks, pairs, shards
 from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, RULE, axes_at, page
 
-MOST = 1 << 14  # tokens of a row: a picture shows no more
+MOST = 1 << 14  # most tokens of a row in a picture
 DOCS = {"causal": (64,), "documents": (37, 1, 16, 10)}  # the pictures of docs/long_context.md
 
 
 def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
     """Draw a row to a .png or an .svg, by the path's suffix.
 
-    Raises ValueError for another suffix, and where the row does not divide over the ranks.
+    Raises ValueError for another suffix, or if the row does not divide over the ranks.
     """
     of_ranks, size = shards(cp, documents), sum(documents)
     key = (cp, documents, window)
@@ -66,7 +66,7 @@ def _look(rank: int) -> dict[str, Any]:
 
 
 def _corners(q: range, kv: range, part: str) -> list[tuple[float, float]]:
-    """Return the corners (key, query) of a block; a triangle's are those of whole tokens."""
+    """Return the corners (key, query) of a block; a triangle's edge follows whole tokens."""
     if part == "all":
         return [(kv.start, q.start), (kv.stop, q.start), (kv.stop, q.stop), (kv.start, q.stop)]
     steps: list[tuple[float, float]] = []

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/gpu_step.svg: the step that docs/gpu-results.md measured, beside torch's own stack.
+"""Draw docs/gpu_step.svg: the step measured in docs/gpu-results.md, beside torch's own stack.
 
     python benchmarks/draw_gpu_step.py            writes docs/gpu_step.svg
-    python benchmarks/draw_gpu_step.py --check    writes nothing; exits 1 where the picture differs
+    python benchmarks/draw_gpu_step.py --check    writes nothing; exits 1 if the picture differs
 
 Every figure is read from the page's tables. Above: tokens/s of the same step by each program, with
-its MFU where the page has one, and its peak memory. Below: where the milliseconds of the bf16 step
-go, by kind of kernel.
+its peak memory and, if the page has it, its MFU. Below: milliseconds of the bf16 step by kind of
+kernel.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROGRAMS = {  # row of the first table: label
     "`--fp8-recipe blockwise` *": "Weft, float8 in blocks *",
 }
 STARS = "* on another start of the machine"
-KINDS = {  # rows of the second table that a step in bf16 has: label
+KINDS = {  # rows of the second table for a step in bf16: label
     "matmuls of bf16": "matmuls",
     "cuDNN's attention": "attention",
     "AdamW": "AdamW",
@@ -39,7 +39,7 @@ KINDS = {  # rows of the second table that a step in bf16 has: label
 def table(page: str, first: str) -> dict[str, list[str]]:
     """Return {first cell: the other cells} of the table whose first header is `first`.
 
-    Raises ValueError where the page has no such table.
+    Raises ValueError if the page has no such table.
     """
     rows: dict[str, list[str]] = {}
     for line in page.partition(f"\n| {first} |")[2].splitlines()[2:]:
@@ -81,7 +81,7 @@ def draw(text: str, path: Path) -> None:
         for i, ((name, label), color) in enumerate(zip(KINDS.items(), PALETTE, strict=False)):
             took = number(kinds[name][0])
             below.barh(0, took, 0.8, begin, color=color)
-            y, offset = ((-0.4, -9), (0.4, 3))[i % 2]  # short ones lie side by side
+            y, offset = ((-0.4, -9), (0.4, 3))[i % 2]  # alternate, as short bars are adjacent
             below.annotate(f"{label} {took:.0f}", (begin, y), (0, offset),
                            textcoords="offset points", color=color)  # fmt: skip
             begin += took

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/ratios.svg: every measured ratio of docs/performance.md, a dot each, and print ranges.
+"""Draw docs/ratios.svg, a dot for each measured ratio of docs/performance.md, and print ranges.
 
     python benchmarks/draw_ratios.py            writes docs/ratios.svg and prints a line a table
-    python benchmarks/draw_ratios.py --check    writes nothing; exits 1 where the picture differs
+    python benchmarks/draw_ratios.py --check    writes nothing; exits 1 if the picture differs
 
-A ratio is a bold number of a table there. All are drawn as speeds: above 1, Weft is faster. A table
-of seconds that prints Weft / peer is turned over.
+Ratios are the bold numbers of that page's tables. All are drawn as speeds: above 1, Weft is faster.
+Ratios of a table of seconds, Weft / peer, are inverted.
 """
 
 import argparse
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # as a script, find tools
 from tools.pictures.style import PALETTE, QUIET, axes_at, page, shapes  # noqa: E402
 
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "ratios.svg"
-# heading of performance.md, label, against what, whether its ratios are of seconds, Weft / peer
+# heading of performance.md, label, peer, whether its ratios are of seconds, Weft / peer
 TABLES = [
     ("Training steps on one rank", "one rank", "torch, eager", False),
     ("One rank beside torch.compile", "one rank", "eager, compiled", False),
@@ -36,7 +36,7 @@ Ratios = dict[tuple[str, str], list[float]]  # by label and peer
 
 
 def ratios(page: str) -> Ratios:
-    """Return the ratios of each table, as speeds. Raises ValueError for a table without."""
+    """Return the ratios of each table, as speeds. Raises ValueError for a table without any."""
     found: Ratios = {}
     for heading, label, peer, seconds in TABLES:
         text = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -45,7 +45,7 @@ def ratios(page: str) -> Ratios:
             if line.startswith("|"):
                 rows.append(line)
             elif rows:
-                break  # the first table is the one against the peer
+                break  # the first table is the comparison with the peer
         bold = [float(n) for row in rows for n in re.findall(r"\*\*([\d.]+)\*\*", row)]
         if not bold:
             raise ValueError(f"{PAGE.name}: the table of {heading!r} has no bold ratio")
@@ -78,7 +78,7 @@ def draw(found: Ratios, path: Path) -> None:
 
 
 def span(values: list[float]) -> str:
-    """Write the least and the largest of some ratios, or the only one."""
+    """Return the least and the largest of some ratios as text, or the only one."""
     ends = sorted({f"{min(values):.2f}", f"{max(values):.2f}"}, key=float)
     return " to ".join(ends)
 

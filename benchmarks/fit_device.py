@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the few constants of the device files on a part of the published runs, and say how well.
+"""Fit a few constants of the device files on a part of the published runs, and print the errors.
 
     python benchmarks/fit_device.py --runs FOLDER --device h100 [--write]
 
-Runs of some groups (a model on a number of nodes; a hidden size and layers on a number of GPUs) are
-fitted on, the others never: `is_fitted` draws the groups by a hash of their names. Of these, runs
-of several nodes that reach less than LEAST_MFU are not used. Each constant has a meaning and a
-range that what is known of it allows. The mean of |log(predicted / measured)|, capped, is made
-small by going through the constants in turn. --folds parts of the groups are left out in turn, to
-tell what fits of groups never seen give. --write puts the constants into the device file and into
-host_seconds.json.
+Only runs of some groups (a model on a number of nodes; a hidden size and layers on a number of
+GPUs) are fitted: `is_fitted` draws the groups by a hash of their names. Runs of several nodes with
+an MFU below LEAST_MFU are not used. Each constant has a meaning and a plausible range. The capped
+mean of |log(predicted / measured)| is minimized by coordinate descent over the constants. --folds
+parts of the groups are left out in turn, to estimate the error on unseen groups. --write writes the
+constants to the device file and to host_seconds.json.
 """
 
 import argparse
@@ -32,15 +31,15 @@ from benchmarks.planning.published_rows import (  # noqa: E402
 )
 from forecast.device_file import Device, path_of, read_device  # noqa: E402
 
-CAP = math.log(2)  # a run that is off by more counts as off by 2: failures are among the runs
+CAP = math.log(2)  # largest error that counts, a factor of 2, as there are failures among the runs
 ROUNDS, RUNS = 3, 160
-START = {  # where each fit starts, whatever the files hold; attention by device
+START = {  # initial values, independent of the files; attention's depends on the device
     "ramp": 96.0, "memory_share": 0.85, "kernel_seconds": 2e-6,
     "transfer_seconds": 2.5e-5, "collective_start": 1e-5, "network_share": 0.9,
 }  # fmt: skip
 ATTENTION = {"h100": 0.35, "a100": 0.6}  # FlashAttention-2 and -3, abstracts
-RANGES = {  # lowest and highest that is allowed
-    "matmul": (0.45, None),  # highest: the best that anybody measured, in the file
+RANGES = {  # least and largest value
+    "matmul": (0.45, None),  # largest: the best measured one, BEST_MATMUL
     "ramp": (32.0, 1024.0),
     "memory_share": (0.5, 0.95),
     "attention.flash.forward": (0.15, 0.75),
@@ -49,18 +48,18 @@ RANGES = {  # lowest and highest that is allowed
     "collective_start": (1e-6, 5e-5),
     "network_share": (0.1, 0.96),
 }
-BEST_MATMUL = {  # the best measured share of the peak, bfloat16 and float8: the files' own sources
+BEST_MATMUL = {  # best measured share of the peak, bfloat16 and float8: sources in the files
     "h100": (0.803, 0.709), "a100": (0.869, 0.0), "h200": (0.803, 0.734), "b200": (0.776, 0.763),
 }  # fmt: skip
-CARRIED = {"h100": ("h200", "b200"), "a100": ()}  # devices that no published run here is of
+CARRIED = {"h100": ("h200", "b200"), "a100": ()}  # devices without published runs that follow
 WITH = {"matmul": "matmul.float8", "attention.flash.forward": "attention.flash.backward"}
 BACKWARD = 0.8  # of the forward's rate; FlashAttention-2, 4.1
-HOST, HOST_START = (1e-5, 4e-3), (3e-4, 1e-4, 1e-3, 2e-3, 3e-3)  # host seconds a layer
-NODE, LEAST_MFU = 8, 0.1  # below it a run of several nodes waits for what no constant describes
+HOST, HOST_START = (1e-5, 4e-3), (3e-4, 1e-4, 1e-3, 2e-3, 3e-3)  # host seconds per layer
+NODE, LEAST_MFU = 8, 0.1  # slower runs of several nodes have waits that no constant describes
 
 
 def is_fitted(group: str) -> bool:
-    """Tell whether a group's runs may be fitted on: about one group in three."""
+    """Return whether a group's runs may be used for fitting: about one group in three."""
     return hashlib.sha256(group.encode()).digest()[0] < 85
 
 
@@ -82,13 +81,13 @@ def thinned(runs: Sequence[Run]) -> list[Run]:
 
 
 def fit(runs: Sequence[Run], name: str) -> tuple[Device, dict[str, float], float]:
-    """Return the device, host seconds and loss that going through the constants in turn gives."""
+    """Return the fitted device and host seconds, and their loss, by coordinate descent."""
     frameworks = sorted({run.recipe.name for run in runs})
     host = dict.fromkeys(frameworks, HOST_START[0])
     first = {**START, "matmul": BEST_MATMUL[name][0], "attention.flash.forward": ATTENTION[name]}
     device = read_device(name).changed(**first, **follows(first, name))
     best = loss(runs, device, host)
-    for framework in frameworks:  # a host that is hidden changes nothing: steps would not find it
+    for framework in frameworks:  # small steps of host seconds have no effect while they are hidden
         for value in HOST_START[1:]:
             found = loss(runs, device, {**host, framework: value})
             if found < best - 1e-6:
@@ -120,7 +119,7 @@ def fit(runs: Sequence[Run], name: str) -> tuple[Device, dict[str, float], float
 
 
 def follows(values: dict[str, float], name: str) -> dict[str, float]:
-    """Return the numbers that are fitted with others: each is a share of its own of that one."""
+    """Return the numbers that are fixed shares of fitted ones."""
     shares = {"matmul": BEST_MATMUL[name][1] / BEST_MATMUL[name][0]}
     return {
         other: values[key] * shares.get(key, BACKWARD)
@@ -159,14 +158,14 @@ def main(argv: list[str]) -> int:
 
 
 def write(name: str, device: Device, host: dict[str, float], runs: int) -> None:
-    """Write the constants with their source, into the files of devices without runs too."""
+    """Write the constants with their source, also to the files of devices without runs."""
     told = f"fitted by benchmarks/fit_device.py on {runs} published runs"
     values = {key: device[key] for key in RANGES}
     _write(name, values, told)
     for other in CARRIED[name]:
         own = {**values, "matmul": values["matmul"] * BEST_MATMUL[other][0] / BEST_MATMUL[name][0]}
         if other == "b200":
-            own.pop("attention.flash.forward")  # its kernels are others
+            own.pop("attention.flash.forward")  # it has other kernels
         _write(other, own, f"assumed to be that of {name}.json, {told} of that device")
     hosts = json.loads(HOST_SECONDS.read_text())
     hosts[name] = {k: float(f"{v:.4g}") for k, v in sorted(host.items())}

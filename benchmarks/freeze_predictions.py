@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Predict what one H100 or H200 will do before any has run this code, and freeze that by a hash.
+"""Predict steps on an H100 or H200 before this code has run on one, and freeze them by a hash.
 
     python benchmarks/freeze_predictions.py           write frozen_predictions.json
     python benchmarks/freeze_predictions.py --show    print what is frozen as a table
     python benchmarks/freeze_predictions.py --peer    the peer's record alone, as JSON (used above)
 
-Steps of 2 and 6 layers of Llama 3 8B, four micro-batches of 8,192 tokens, as `make gpu-check` runs
-them, of 6 layers in float8 too; and 6 layers in torch's own eager stack
-(benchmarks/peers/native.py: autocast to bf16, fp32 weights, fused AdamW). Both are recorded and
-timed alike. Each is a range: by the device
-file's values, and by its other end. The hash is of the files that made the numbers (MADE_BY) and of
-the flags; a test computes it again.
+The steps have 2 and 6 layers of Llama 3 8B and four micro-batches of 8,192 tokens, as in `make
+gpu-check`; those of 6 layers also in float8, and in torch's own eager stack
+(benchmarks/peers/native.py: autocast to bf16, fp32 weights, fused AdamW). All are recorded and
+timed in the same way. Each prediction is a range: by the device file's values, and by its "other"
+values. The hash covers the files from which the numbers result (MADE_BY) and the flags; a test
+recomputes it.
 """
 
 import argparse
@@ -45,13 +45,13 @@ PEER = dict(
 
 
 def flags(step: str) -> list[str]:
-    """Return the flags of a step beside benchmarks/fused_launches.py's FLAGS."""
+    """Return the flags of a step, to be added to benchmarks/fused_launches.py's FLAGS."""
     layers, more = STEPS[step]
     return [f"--num-layers={layers}", f"--global-batch-size={MICRO_BATCHES}", *more.split()]
 
 
 def fingerprint() -> str:
-    """Return the sha256 of what makes the predictions: files and flags."""
+    """Return the sha256 of the files and flags from which the predictions result."""
     found = hashlib.sha256()
     for name in MADE_BY:
         found.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
@@ -61,7 +61,7 @@ def fingerprint() -> str:
 
 
 def freeze() -> dict[str, Any]:
-    """Return what is frozen: a hash, and for each device and step a range and its launches."""
+    """Return the frozen content: a hash, and for each device and step a range and the launches."""
     from benchmarks.fused_launches import report
 
     steps: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,10 @@ def _entry(ends: list[dict[str, float]], made: dict[str, Any]) -> dict[str, Any]
 
 
 def peer() -> dict[str, dict[str, Any]]:
-    """Return a device's range and launches of the peer's step, recorded in a process of its own."""
+    """Return the range and the launches of the peer's step on each device.
+
+    The step is recorded in a process of its own.
+    """
     import subprocess
 
     words = [sys.executable, str(Path(__file__).resolve()), "--peer"]
@@ -152,7 +155,7 @@ def record_peer() -> dict[str, dict[str, Any]]:
 
 
 def _model_flops(a: Namespace) -> float:
-    """Return the FLOPs of a step's matmuls, causal attention half, as the trainer's MFU counts."""
+    """Return the FLOPs of a step's matmuls, half for causal attention, as for the trainer's MFU."""
     head = a.dim // a.heads
     layer = a.dim * (a.heads + 2 * a.kv_heads) * head + a.dim * a.dim + 3 * a.dim * a.ffn
     token = 6.0 * (a.layers * layer + a.dim * a.vocab) + 6.0 * a.layers * a.seq * a.dim

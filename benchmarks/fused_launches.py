@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what one layer launches and moves between its matmuls, rehearsed: eager and fused.
+"""Count the launches and bytes of one layer between its matmuls by rehearsals: eager and fused.
 
     python benchmarks/fused_launches.py [--base COMMIT] [FLAG...]
 
-Llama 3 8B with two layers and with one is rehearsed (docs/rehearsal.md). The difference is a layer,
-forward and backward, without embedding and loss, for each of a step's two micro-batches. "eager" is
-what runs where Triton is not installed. --base: that of another commit. FLAG: further flags of the
+Llama 3 8B is rehearsed with two layers and with one (docs/rehearsal.md). The difference is one
+layer's forward and backward, without embedding and loss, divided by the two micro-batches of a
+step. "eager" is without Triton. --base: also count another commit. FLAG: further flags of the
 trainer.
 """
 
@@ -42,13 +42,13 @@ if not int(sys.argv.pop(1)):
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-MATMULS = ("aten::mm", "aten::addmm", "triton::grouped_wgrad_kernel")  # of weight gradients
-APART = ("linear", "attention", "wgrad", "optimizer")  # not between the matmuls
+MATMULS = ("aten::mm", "aten::addmm", "triton::grouped_wgrad_kernel")  # for weight gradients
+APART = ("linear", "attention", "wgrad", "optimizer")  # parts that are not between the matmuls
 Parts = Mapping[str, tuple[float, float]]  # launches and bytes of each part
 
 
 def report(tree: Path, flags: Sequence[str], triton: bool, world: int = 1) -> dict[str, Any]:
-    """Rehearse rank 0 of a tree's trainer; return what --rehearse-json writes."""
+    """Rehearse rank 0 of a tree's trainer; return the content of --rehearse-json."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/rehearsal.json"
         words = [sys.executable, "-c", RUN, str(int(triton)), str(tree / "tools" / "rehearse.py")]
@@ -58,7 +58,7 @@ def report(tree: Path, flags: Sequence[str], triton: bool, world: int = 1) -> di
         made: dict[str, Any] = {}
         if done.returncode in (0, 1) and Path(out).exists():
             made = json.loads(Path(out).read_text())
-        # without Triton torch's operations stand in for its kernels: here that is meant
+        # without Triton, torch's operations replace its kernels on purpose: no finding
         kinds = {each["kind"] for each in made.get("findings", [])}
         if not triton:
             kinds.discard("stand-in")
@@ -80,9 +80,9 @@ def rehearse(tree: Path, flags: Sequence[str], triton: bool) -> dict[str, Counte
 
 
 def a_layer(tree: Path, flags: Sequence[str], triton: bool) -> Parts:
-    """Return what a layer adds to each part, for each micro-batch: of the optimizer, half a step.
+    """Return the launches and bytes of a layer per micro-batch, by part; the optimizer counts half.
 
-    What stands beside the matmuls of weight gradients is a part of its own, "wgrad accumulation".
+    Launches of weight gradients other than matmuls are a part of their own, "wgrad accumulation".
     """
     two, one = (rehearse(tree, [*flags, f"--num-layers={n}"], triton) for n in (2, 1))
     found = {}
@@ -98,7 +98,7 @@ def a_layer(tree: Path, flags: Sequence[str], triton: bool) -> Parts:
 
 
 def table(columns: Mapping[str, Parts]) -> str:
-    """Return a row for each part, those between the matmuls first, with sums of both kinds."""
+    """Return a row for each part, those between the matmuls first, with their sum and the total."""
     parts = sorted({part for column in columns.values() for part in column})
     inner = [part for part in parts if part not in APART]
     rows = [("between the matmuls", inner), *((part, [part]) for part in inner)]

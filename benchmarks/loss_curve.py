@@ -5,12 +5,12 @@
     pip install psutil megatron-core==0.16.1
     python benchmarks/loss_curve.py shakespeare.txt
 
-Both begin with the weights that Weft draws, which `tools/checkpoint.py convert --to-mcore` hands to
-megatron-core, and both read the same .bin and .idx in Megatron's order (`--data-order megatron`;
-megatron-core's own GPTDataset). Weft runs on two tensor-parallel ranks with sequence parallelism,
-megatron-core in one process with its own model, optimizer and schedule
+Both start from the weights that Weft draws, converted for megatron-core by `tools/checkpoint.py
+convert --to-mcore`, and both read the same .bin and .idx in Megatron's order (`--data-order
+megatron`; megatron-core's own GPTDataset). Weft runs on two tensor-parallel ranks with sequence
+parallelism, megatron-core in one process with its own model, optimizer and schedule
 (tests/tools/megatron_core_run.py). The sizes are those of nanoGPT's recipe for a CPU
-(bench_shakespeare.py): 4 layers of 128, 12 samples of 64 characters a step, in fp32.
+(bench_shakespeare.py): 4 layers of 128, 12 samples of 64 characters per step, in fp32.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.bench_shakespeare import prepare  # noqa: E402
 from benchmarks.bench_step import command, environment  # noqa: E402
 from tools.pictures.style import PALETTE, QUIET, axes_at, page  # noqa: E402
 
-Losses = dict[int, float]  # by iteration, in nats a token
+Losses = dict[int, float]  # by iteration, in nats per token
 MEGATRON = ROOT / "tests" / "tools" / "megatron_core_run.py"
 PICTURE = ROOT / "docs" / "loss_curve.svg"
 SEQUENCE, LAYERS, HIDDEN, FFN, HEADS, GROUPS = 64, 4, 128, 320, 4, 2
@@ -37,7 +37,7 @@ RANKS = 2
 
 
 def train_weft(data: Path, vocabulary: int, steps: int, out: Path) -> Losses:
-    """Train; return the losses. OUT/weft gets the checkpoint of the start, step_00000000."""
+    """Train; return the losses. OUT/weft gets a checkpoint of the start, step_00000000."""
     shutil.rmtree(out / "weft", ignore_errors=True)
     log = out / "weft.jsonl"
     log.unlink(missing_ok=True)
@@ -59,7 +59,7 @@ def train_weft(data: Path, vocabulary: int, steps: int, out: Path) -> Losses:
 
 
 def train_megatron(python: str, data: Path, vocabulary: int, steps: int, out: Path) -> Losses:
-    """Train from the start that Weft saved; return the losses."""
+    """Train from the start saved by Weft; return the losses."""
     shutil.rmtree(out / "start", ignore_errors=True)
     convert = [sys.executable, str(ROOT / "tools" / "checkpoint.py"), "convert", "--to-mcore"]
     run([*convert, str(out / "start"), "--load", str(out / "weft" / "step_00000000")], 1)
@@ -76,7 +76,7 @@ def train_megatron(python: str, data: Path, vocabulary: int, steps: int, out: Pa
 
 
 def version_of_megatron(python: str) -> str | None:
-    """Return the version of megatron-core that an interpreter has, or None."""
+    """Return the version of megatron-core in an interpreter, or None."""
     asks = "import megatron.core; print(megatron.core.__version__)"
     try:
         done = subprocess.run(
@@ -88,14 +88,14 @@ def version_of_megatron(python: str) -> str | None:
 
 
 def run(words: list[str], ranks: int) -> None:
-    """Run a command without its output. Exits with what it printed, where it fails."""
+    """Run a command without printing its output. Exits with that output if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, env=environment(ranks))
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 def differences(ours: Losses, theirs: Losses) -> Losses:
-    """Return |ours - theirs| of each iteration. Raises ValueError where they have not the same."""
+    """Return |ours - theirs| of each iteration. Raises ValueError if the iterations differ."""
     if ours.keys() != theirs.keys() or not ours:
         raise ValueError(f"{len(ours)} and {len(theirs)} losses, of other iterations")
     return {i: abs(ours[i] - theirs[i]) for i in ours}
@@ -134,7 +134,7 @@ def draw(ours: Losses, theirs: Losses, about: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Run both, print how far apart they are, and draw the picture."""
+    """Train both, print the differences of their losses, and draw the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("text", type=Path, help="a text of 10,000 characters or more")
     parser.add_argument("--megatron-python", default=sys.executable, metavar="PATH",
@@ -154,8 +154,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"loss_curve.py: {args.text}: {error}")
     data = args.work_dir / "train"
-    vocabulary = len(set(text)) + 1  # and an end of documents
-    vocabulary += vocabulary % RANKS  # both cut it evenly
+    vocabulary = len(set(text)) + 1  # and the end of a document
+    vocabulary += vocabulary % RANKS  # so that RANKS, 2, divides it
     ours = train_weft(data, vocabulary, args.steps, args.work_dir)
     theirs = train_megatron(args.megatron_python, data, vocabulary, args.steps, args.work_dir)
     apart = differences(ours, theirs)

@@ -5,13 +5,13 @@
     make check-data train ITERS=10              once: makes the text, the tokenizer and the tokens
     python benchmarks/muon_and_adamw.py [--iters 300] [--seeds 1 2 3] [--out runs/muon_and_adamw]
 
-First each optimizer's learning rate is swept with the first seed; then the best one runs with the
-other seeds. A sweep whose best is at its end goes one step further. A run that is done is not
-repeated: after a call that was stopped, the next one goes on. --runs N makes at most N runs, and
-exits with 75 where some are left; no run is begun once all of them together have taken
---cpu-minutes. Printed: the held-out loss at every rate, and at the best one its mean over seeds
-with the standard error; --svg FILE draws them. Muon's scale is 0.2 x spectral, so the same rates
-are in reach of both (docs/muon.md). One process a run; about 14 runs.
+First each optimizer's learning rate is swept with the first seed; then the best one is trained with
+the other seeds. A sweep whose best rate is at its end is extended by one rate. Completed runs are
+not repeated, so a stopped call can be continued by the next one. --runs N makes at most N runs, and
+exits with 75 if some are left; no run is started once all runs together have taken --cpu-minutes.
+Printed: the held-out loss at every rate, and for the best one its mean over seeds with the standard
+error; --svg FILE draws them. Muon's scale is 0.2 x spectral, so that the same rates suit both
+(docs/muon.md). Each run is one process; there are about 14 runs.
 """
 
 import argparse
@@ -32,24 +32,24 @@ MUON = """--optimizer muon --muon-momentum 0.95 --muon-use-nesterov
     --muon-extra-scale-factor 0.2""".split()
 OPTIMIZERS = {"AdamW": [], "Muon": MUON}
 RATES = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
-FIRST = RATES[1:5]  # of a sweep, before its best is at an end
-LATER = 75  # EX_TEMPFAIL: call it again
+FIRST = RATES[1:5]  # rates with which a sweep begins
+LATER = 75  # exit code EX_TEMPFAIL: runs are left for another call
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of the child processes that have ended."""
+    """Return the CPU seconds of all ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def spent(args: argparse.Namespace) -> float:
-    """Return the CPU seconds of all runs that are done."""
+    """Return the CPU seconds of all completed runs."""
     done = args.out.glob(f"*-{args.iters}/done.json")
     return sum(json.loads(path.read_text())["cpu_seconds"] for path in done)
 
 
 def held_out(args: argparse.Namespace, name: str, rate: float, seed: int) -> float:
-    """Train, unless that is done, and return the last held-out loss."""
+    """Return the last held-out loss of a run; train it unless it is completed."""
     folder = args.out / f"{name}-{rate:g}-{seed}-{args.iters}"
     log, done = folder / "log.jsonl", folder / "done.json"
     if not done.exists():
@@ -97,7 +97,7 @@ def sweep(args: argparse.Namespace, name: str) -> dict[float, float]:
 
 def draw(path: Path, iters: int, found: dict[str, dict[float, float]], best: dict[str, list[float]]
 ) -> None:  # fmt: skip
-    """Draw the loss over the learning rate: all rates with one seed, the best one with all."""
+    """Draw the loss over the learning rate: all rates with one seed, the best with all seeds."""
     import matplotlib
 
     matplotlib.use("svg")

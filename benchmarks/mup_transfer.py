@@ -4,12 +4,12 @@
 
     python benchmarks/mup_transfer.py [--widths 32 64 128 256] [--seeds 1] [--out runs/mup]
 
-The text is a Markov chain of 128 tokens, each with 4 successors, drawn anew for each step: what is
-learned is its table, and the loss of the last fifth of the steps is one on text that was not seen.
-Printed is the mean of that over the seeds, at each rate, and how many steps of the grid, which is
-of factors of 2, the best rate moves from the narrowest to the widest model. A sweep whose best rate
-is at its end goes one step further. Each run is a line of OUT/runs.jsonl: after a call that was
-stopped, the next one goes on.
+The text is a Markov chain of 128 tokens, each with 4 successors, drawn anew for each step: models
+learn its table, and the loss of the last fifth of the steps is on unseen text. Printed are the mean
+of that loss over the seeds for each rate, and the number of grid steps (factors of 2) by which the
+best rate moves from the narrowest to the widest model. A sweep whose best rate is at its end is
+extended by one step. Each run is a line of OUT/runs.jsonl, so a stopped call can be continued by
+the next one.
 """
 
 import argparse
@@ -32,8 +32,8 @@ MODEL = f"""--vocab-size {VOCABULARY} --hidden-size 32 --num-attention-heads 2
     --ffn-hidden-size 64 --seq-length 32 --micro-batch-size 16 --global-batch-size 16
     --num-layers 2 --init-method-std 0.05 --mup-embedding-mult 1 --clip-grad 1
     --adam-beta2 0.95""".split()
-POWERS = range(-9, -4)  # of 2: the rates of a sweep, before its best is at an end
-LAST = range(-14, 1)  # the furthest that it goes
+POWERS = range(-9, -4)  # powers of 2: the rates with which a sweep begins
+LAST = range(-14, 1)  # range to which it may be extended
 
 
 class Chain:
@@ -47,7 +47,7 @@ class Chain:
         self.entropy = float(-(self.odds * self.odds.log()).sum(1).mean())
 
     def batch(self, rows: int, length: int, seed: int) -> Batch:
-        """Return text that a seed names."""
+        """Return a batch of text drawn with a seed."""
         drawn = torch.Generator().manual_seed(seed)
         at = torch.randint(0, VOCABULARY, (rows,), generator=drawn)
         text = [at]
@@ -81,7 +81,7 @@ def trained(chain: Chain, mode: str, width: int, power: int, seed: int, steps: i
 
 
 class Runs:
-    """The runs that are done, in a file."""
+    """The completed runs, in a file."""
 
     def __init__(self, out: Path, steps: int) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Runs:
         self.done = {tuple(key): loss for key, loss in map(json.loads, lines)}
 
     def loss(self, mode: str, width: int, power: int, seed: int) -> float:
-        """Return a run's loss; run it unless that is done."""
+        """Return a run's loss; run it unless it is completed."""
         key = (mode, width, power, seed, self.steps)
         if key not in self.done:
             found = trained(self.chain, *key)
@@ -101,7 +101,7 @@ class Runs:
 
 
 def sweep(runs: Runs, mode: str, width: int, seeds: list[int]) -> dict[int, float]:
-    """Return the mean loss by the power of 2 that is the rate."""
+    """Return the mean loss for each rate, by its power of 2."""
     found: dict[int, float] = {}
     asked = list(POWERS)
     while asked:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the peak memory of ranks from outside, while they run as their users run them (Linux).
+"""Measure the peak memory of ranks from outside, without changes to the program (Linux).
 
 The kernel keeps each process's largest resident memory (VmHWM in /proc/PID/status) and resets it
 when "5" is written to /proc/PID/clear_refs. The peers reset and read it themselves, before their
-last warm-up step; this module does so for other processes, at the same step.
+last warm-up step. This module does the same for other processes.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def ranks_of(launcher: int, script: str) -> list[int]:
-    """Return the process ids of the launcher's children that run `script`, or else its own."""
+    """Return the process ids of the launcher's children that run `script`, else the launcher's."""
     found = []
     for pid in _children(launcher):
         if any(word.endswith(script) for word in _read(pid, "cmdline").split("\0")):
@@ -25,7 +25,7 @@ def watch(
 ) -> dict[int, float]:
     """Wait for the launcher; return each rank's peak in megabytes since `due()` was first true.
 
-    A rank is read every `pause` seconds, so a peak after the training, as it ends, may be missed.
+    Ranks are read every `pause` seconds, so a peak just before their end may be missed.
     """
     peaks: dict[int, float] = {}
     since = False
@@ -55,7 +55,7 @@ def _peak(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the processes that any thread of this one started."""
+    """Return the processes started by any thread of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(word) for word in task.read_text().split()]

@@ -3,9 +3,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/perfect.py FLAGS OF pretrain_llama.py
 
-The numbers are wrong; the time of a step is what perfect communication would give. Every matmul and
-every copy is made. Only messages of MESSAGE numbers or more are replaced, so the ranks still agree
-on the loss and the norm.
+The results are wrong; the time of a step is that with perfect communication. All matmuls and copies
+are made. Only messages of MESSAGE elements or more are replaced, so the ranks still agree on the
+loss and the norm.
 """
 
 import sys

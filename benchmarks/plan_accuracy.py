@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print how well the planner predicts published runs that nothing was fitted on: one table.
+"""Print a table of the planner's errors on published runs that are held out of the fit.
 
     python benchmarks/plan_accuracy.py --runs FOLDER
 
-FOLDER holds the CSV files of published runs (benchmarks/planning/published.py: which columns). The
-constants are fitted again for each line of the table, on rows that the line does not test: models
-of the Playbook on the other model; vTrain in folds of whole (GPUs, hidden, layers) groups; the
-table of several sources one model at a time. Targets stand beside the figures. Times and memory are
-those of `benchmarks/plan_predict.py`, a run alone; below them stand the odds of a stall and of a
-crash (benchmarks/planning/odds.py), which are no part of a time.
+FOLDER holds the CSV files of published runs (columns: see benchmarks/planning/published.py). For
+each line of the table the constants are fitted on rows that the line does not test: for a model of
+the Playbook on its other models; for vTrain on the other folds of (GPUs, hidden, layers) groups;
+for the table of several sources on the other models. Targets are printed beside the figures. Times
+and memory are those of `benchmarks/plan_predict.py`, for an undisturbed run; below them are the
+odds of a stall and of a crash (benchmarks/planning/odds.py), which are not part of a time.
 """
 
 import argparse
@@ -39,17 +39,17 @@ from forecast.planner.runs import stacked  # noqa: E402
 Array = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 Truths = npt.NDArray[np.bool_]
-WITHIN = 0.08  # of tokens/s, on average, at an MFU of at least 20 %
-FOLDS, SMALL = 6, 20  # SMALL: rows of a cell from which ranks are compared
+WITHIN = 0.08  # target of the mean error of tokens/s, at an MFU of at least 20 %
+FOLDS, SMALL = 6, 20  # SMALL: least number of rows of a cell
 USE = f"{other_runs.TUNED}, held out of the fit"
-APART, DRAWS = 0.14, 400  # by what repeats differ, median of five pairs: the source's README
+APART, DRAWS = 0.14, 400  # difference of repeats, median of five pairs: the source's README
 
 
 def line(name: str, value: float, target: str, met: bool | None) -> None:
     """Print one line of the table.
 
-    Every row here is USE: constants are fitted without it, the form of the model was written after
-    a look at its errors.
+    All rows are USE: constants are fitted without them, but the form of the model was chosen after
+    a look at their errors.
     """
     word = {True: "met", False: "NOT MET", None: ""}[met]
     print(f"{name:88} {value:8.3f}  {target:12} {word:8} {USE}")
@@ -68,7 +68,7 @@ def mape(told: Array, measured: Array) -> float:
 
 
 def ranks(values: Array) -> Array:
-    """Return ranks, the mean one among equals."""
+    """Return the ranks of values; equal values have the mean of their ranks."""
     order = np.argsort(values, kind="stable")
     place = np.empty(len(values))
     place[order] = np.arange(1, len(values) + 1)
@@ -81,7 +81,7 @@ def spearman(told: Array, measured: Array) -> float:
 
 
 def auc(score: Array, label: npt.NDArray[np.bool_]) -> float:
-    """Return the share of (crashed, ok) pairs that a score puts in the right order."""
+    """Return the share of (crashed, ok) pairs that a score orders correctly."""
     crashed, ok = int(label.sum()), int((~label).sum())
     if not crashed or not ok:
         return float("nan")
@@ -89,7 +89,7 @@ def auc(score: Array, label: npt.NDArray[np.bool_]) -> float:
 
 
 def rates(rows: Sequence[Row]) -> Array:
-    """Return measured tokens a second and GPU; 0 of a crashed run."""
+    """Return measured tokens per second and GPU; 0 for a crashed run."""
     runs = stacked([row.record for row in rows])
     seconds = np.array([row.seconds for row in rows])
     filled = np.array([row.filled for row in rows])
@@ -98,7 +98,7 @@ def rates(rows: Sequence[Row]) -> Array:
 
 
 def full_flops(rows: Sequence[Row]) -> Array:
-    """Return FLOPs a token with attention counted whole, as the Playbook counts."""
+    """Return FLOPs per token, attention without a causal mask, as the Playbook counts."""
     runs = stacked([row.record for row in rows])
     return (
         runs.flops + np.where(runs.causal > 0, 6.0, 0.0) * runs.layers * runs.sequence * runs.hidden
@@ -106,7 +106,7 @@ def full_flops(rows: Sequence[Row]) -> Array:
 
 
 def folds(rows: Sequence[Row], part: Callable[[Row], str]) -> Iterator[tuple[Places, Places]]:
-    """Yield the places of each part of a profile's rows, and those of its other parts."""
+    """Yield the indices of each part of a profile's rows, and those of its other parts."""
     for profile in dict.fromkeys(row.profile for row in rows):
         own = [n for n, row in enumerate(rows) if row.profile == profile]
         for name in dict.fromkeys(part(rows[n]) for n in own):
@@ -119,7 +119,8 @@ def held_out(
 ) -> tuple[Predictions, Array, dict[str, Values]]:
     """Return predictions of each row by constants fitted on the other parts of its profile.
 
-    And the rates of a constant MFU, that of the other parts' median run, and by part the constants.
+    Return also the rates at a constant MFU, that of the other parts' median run, and the constants
+    by part.
     """
     told = {name: np.zeros(len(rows)) for name in KINDS}
     constant, measured, flops = np.zeros(len(rows)), rates(rows), full_flops(rows)
@@ -145,10 +146,10 @@ def peaks(rows: Sequence[Row]) -> Array:
 
 
 def rules_of_thumb(rows: Sequence[Row], told: Array) -> Array:
-    """Return tokens a second and GPU by Megatron's rules, scaled by the mean of what is told.
+    """Return tokens per second and GPU by Megatron's rules of thumb.
 
-    Fewer GPUs of tp than a node keep an MFU of 0.4; each doubling of tp takes 10 %, tp over nodes
-    half; the bubble is (pp - 1) / (micro-batches + pp - 1).
+    The MFU is 0.4; each doubling of tp costs 10 %, tp across nodes half of it; with v stages per
+    rank the bubble is (pp - 1) / v out of micro-batches + (pp - 1) / v.
     """
     runs = stacked([row.record for row in rows])
     share = 0.4 * 0.9 ** np.log2(runs.tp) * np.where(runs.tp > runs.node, 0.5, 1.0)
@@ -157,13 +158,13 @@ def rules_of_thumb(rows: Sequence[Row], told: Array) -> Array:
 
 
 def ceiling(measured: Array) -> Array:
-    """Return [DRAWS, 2]: Spearman and regret of who knows each run's true rate.
+    """Return [DRAWS, 2]: Spearman and regret of predictions equal to the true rates.
 
-    The measured rates stand for the true ones, and are measured again with the noise of the data's
-    own repeats.
+    The measured rates are taken as true ones, and noisy measurements of them are drawn with the
+    noise of the data's own repeats.
     """
     draw = np.random.default_rng(0)
-    sigma = np.log1p(APART) / (0.6745 * 2**0.5)  # of one run, where pairs differ by so much
+    sigma = np.log1p(APART) / (0.6745 * 2**0.5)  # of one run, from the difference of pairs
     found = []
     for _ in range(DRAWS):
         noisy = measured * np.exp(draw.normal(0, sigma, len(measured)))
@@ -173,15 +174,15 @@ def ceiling(measured: Array) -> Array:
 
 
 def measured_of(rows: Sequence[Row], among: Places, pick: int, measured: Array) -> float:
-    """Return the rate of a run, the best of its repeats."""
+    """Return the measured rate of a run, the best of its repeats."""
     return max(float(measured[n]) for n in among if rows[n].record == rows[pick].record)
 
 
 def cells(rows: Sequence[Row], told: Predictions, measured: Array, ok: Truths, of: str) -> None:
-    """Print Spearman and regret of each cell, and beside them those of who knows the true rates.
+    """Print Spearman and regret of each cell, beside those of perfect predictions (`ceiling`).
 
-    ok: the runs that count. A cell is a model on a number of nodes. of: what the rows are. Last
-    comes the regret of who picks by `rules_of_thumb`, among the same runs that are told to fit.
+    A cell is a model on a number of nodes. ok: the runs that count. of: a description of them. The
+    last column is the regret of picking by `rules_of_thumb` among the runs predicted to fit.
     """
     ours, perfect, thumb = [], [], []
     rules = rules_of_thumb(rows, told.rate)
@@ -227,7 +228,7 @@ def cells(rows: Sequence[Row], told: Predictions, measured: Array, ok: Truths, o
 
 
 def comparison(rows: Sequence[Row], told: Array, measured: Array, ok: Truths) -> float:
-    """Return the median error of the ratio of two runs' rates, of pairs of one cell."""
+    """Return the median error of the ratio of two runs' rates, over the pairs of each cell."""
     errors = []
     off = np.log(np.where(ok, told / np.where(ok, measured, 1), 1))
     for cell in dict.fromkeys(row.group for row in rows):
@@ -280,7 +281,7 @@ def playbook(rows: Sequence[Row]) -> None:
 
 
 def beside(name: str, rows: Sequence[Row], others: Sequence[Row], c: Values) -> None:
-    """Print how well the odds find the stalls and crashes of rows. c: fitted on others."""
+    """Print how well the odds predict stalls and crashes of rows. c: fitted on `others`."""
     told = predict(rows, {rows[0].profile: c})
     found = odds.beside(rows, fit_odds(others, c), told.gib)
     crashed = np.array([row.crashed for row in rows])
@@ -298,7 +299,7 @@ def beside(name: str, rows: Sequence[Row], others: Sequence[Row], c: Values) -> 
 
 def against(name: str, rows: Sequence[Row], told: Array, constant: Array, measured: Array,
             ok: npt.NDArray[np.bool_]) -> None:  # fmt: skip
-    """Print the planner beside constant MFU and Megatron's rules of thumb, over all ok runs."""
+    """Print the errors of the planner, a constant MFU and Megatron's rules, over all ok runs."""
     ours = mape(told[ok], measured[ok])
     line(f"{name}: MAPE of tokens/s over all {ok.sum()} ok runs", ours, "reported", None)
     rules = rules_of_thumb(rows, told)

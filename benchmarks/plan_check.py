@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict published runs of other programs, larger models and clusters, and say what was fitted.
+"""Predict published runs of other programs, larger models and clusters, and print the errors.
 
     python benchmarks/plan_check.py [--csv FILE]
 
-The runs and their sources are those of benchmarks/planning/other_runs.py. Each is predicted as
-`benchmarks/plan_predict.py` does. --csv keeps those that are in no CSV yet as one.
-Printed: predicted and measured tokens a second and GPU and their ratio; the mean and the median
-error by source, with a column that says whether its rows were fitted, tuned on, looked at, or not
-seen. For the latter the prediction that was committed before the comparison stands beside today's.
+The runs and their sources are those of benchmarks/planning/other_runs.py, predicted as by
+`benchmarks/plan_predict.py`. --csv writes those that are not in a CSV of the repository. Printed:
+predicted and measured tokens per second and GPU and their ratio; the mean and the median error by
+source, with a column on its use: fitted, tuned on, looked at, or not seen. For sources that were
+not seen, the error of the predictions committed before the comparison is printed, too.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         args.csv.write_text("\n".join(other_runs.lines()) + "\n", encoding="utf-8")
     told = predict([row for row, _ in runs])
     errors: dict[str, list[float]] = {}
-    before: dict[str, list[float]] = {}  # the same by the predictions that were committed blind
+    before: dict[str, list[float]] = {}  # errors of the predictions that were committed blind
     for n, (row, line) in enumerate(runs):
         r = row.record
         measured = told.rate[n] * told.seconds[n] / row.seconds

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time twenty layouts as plan.py does and as --rehearse does, and print where the two differ.
+"""Time twenty layouts with plan.py and with --rehearse, and print the differences.
 
     python benchmarks/plan_clocks.py [--only TEXT]
 
-plan.py records rank 0 with few layers and few micro-batches, and adds what the rest takes
-(forecast/planner/played.py). --rehearse runs all layers. Both play the same events by the same
-clock, so what differs is what is not linear in layers or micro-batches. A line is a layout: its
-seconds by both, the difference, and the part of a step that differs most. It takes about ten
-minutes.
+plan.py records rank 0 with few layers and few micro-batches, and extrapolates the rest
+(forecast/planner/played.py). --rehearse runs all layers. Both time the same events with the same
+clock, so differences come from parts that are not linear in layers or micro-batches. Each line is a
+layout: its seconds by both, the difference, and the part of a step that differs most. The program
+takes about ten minutes.
 """
 
 import argparse
@@ -73,7 +73,7 @@ ETHERNET = {"name": "four nodes with 10 Gb/s", "device": "h100", "nodes": 4, "gp
 
 
 def written(device: Device) -> dict[str, Any]:
-    """Return a device as its file has it."""
+    """Return a device as the content of a device file."""
     numbers = {key: {"value": value, "unit": NUMBERS[key], "source": SOURCE}
                for key, value in device.numbers.items()}  # fmt: skip
     levels = [
@@ -86,7 +86,7 @@ def written(device: Device) -> dict[str, Any]:
 
 
 def rehearsed(run: Recorded) -> Timing:
-    """Return the time of a run by pretrain_llama.py --rehearse, in a process of its own."""
+    """Return the timing of a run by pretrain_llama.py --rehearse, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out, device = Path(folder, "rehearsal.json"), Path(folder, "device.json")
         device.write_text(json.dumps(written(run.cluster.links())), encoding="utf-8")
@@ -105,7 +105,7 @@ def rehearsed(run: Recorded) -> Timing:
 
 
 def compared(only: str) -> Iterator[list[str]]:
-    """Yield a row for each layout whose text has `only` in it."""
+    """Yield a row for each layout whose title contains `only`."""
     with tempfile.TemporaryDirectory() as folder, Worker() as worker:
         ethernet = Path(folder, "ethernet.json")
         ethernet.write_text(json.dumps(ETHERNET), encoding="utf-8")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the layouts of the examples beside those that the planner chooses, with the reason.
+"""Print the layouts of the examples beside the planner's, with the reason for the difference.
 
     python benchmarks/plan_examples.py
 
 The layout's flags are read from each example. The planner plans the same model, batch and sequence
-on the same GPUs. The seconds are predictions.
+length on the same GPUs. The seconds are predictions.
 """
 
 import re
@@ -34,7 +34,7 @@ LAYOUT = (
 
 
 class Example(NamedTuple):
-    """A script of examples/, its model, and the nodes of 8 H100 that it runs on."""
+    """A script of examples/, its model, and its number of nodes of 8 H100."""
 
     script: str
     model: str
@@ -49,7 +49,7 @@ EXAMPLES = (
 
 
 def layout_flags(script: str) -> str:
-    """Return the flags of a script that make its layout."""
+    """Return the flags of a script that define its layout."""
     code = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
     words = re.sub(r"\\\n", " ", "\n".join(code)).split()
     found = list[str]()
@@ -62,7 +62,7 @@ def layout_flags(script: str) -> str:
 
 
 def compared(example: Example, worker: Worker) -> tuple[list[str], str]:
-    """Return an example's row of the table, and in a sentence how it stands to the planner's."""
+    """Return an example's row of the table, and a sentence that compares it with the planner's."""
     cluster = read_cluster("h100_128_nodes").of(example.nodes)
     flags = layout_flags((ROOT / "examples" / example.script).read_text(encoding="utf-8"))
     batch = int(re.search(r"--global-batch-size (\d+)", flags)[1])  # type: ignore[index]

@@ -3,13 +3,13 @@
 
     python benchmarks/plan_fit.py --runs FOLDER [--profile nanotron_h100] [--write]
 
-FOLDER holds the CSV files of published runs; benchmarks/planning/other_runs.py has more. The mean
-of |log(predicted / measured)|, capped, is made small by going through the constants in turn, each
-in the range that TIME of benchmarks/planning/frameworks.py allows, with a small price for leaving
-its start. No run has a number of its own. --write puts the constants into
-benchmarks/planning/fitted. Of nanotron's runs those that stall are left out of the fit of the
-time; the odds of a stall and of a crash are fitted apart and go into benchmarks/planning.
-benchmarks/plan_accuracy.py fits on a part of the runs and tests on the others.
+FOLDER holds the CSV files of published runs; benchmarks/planning/other_runs.py has more. The capped
+mean of |log(predicted / measured)| is minimized by coordinate descent over the constants, each in
+its range in TIME of benchmarks/planning/frameworks.py, with a small penalty for leaving its initial
+value. No run has a constant of its own. --write writes the constants to benchmarks/planning/fitted.
+nanotron's runs that stall are left out of the fit of the time; the odds of a stall and of a crash
+are fitted separately and are written to benchmarks/planning. benchmarks/plan_accuracy.py fits on a
+part of the runs and tests on the others.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from forecast.planner.runs import Runs, stacked  # noqa: E402
 from forecast.planner.step_time import times  # noqa: E402
 
 Values = dict[str, float]
-CAP = 0.5  # a run that is off by more counts as off by this: failures are among the runs
+CAP = 0.5  # largest error that counts for a run, as there are failures among the runs
 ROUNDS, PRICE = 20, 0.001
 COMMON = (
     "matmul",
@@ -55,7 +55,7 @@ TENSOR = (
 )
 PIPELINE = ("message_start", "message_exposed")
 SUMS = ("network_share", "network_decay", "sum_hidden_0")
-KEYS = {  # what the runs of a framework can tell
+KEYS = {  # the constants that the runs of a framework determine
     "nanotron": (*COMMON, *TENSOR, *PIPELINE, *SUMS, "network_step", "host_beside", "host_crossing",
                  "sum_calls", "sum_calls_0", "sum_hidden", "gather_exposed", "jitter"),
     "megatron-deepspeed": (*COMMON, *TENSOR, *PIPELINE, "sum_hidden_0", "host_recompute"),
@@ -71,7 +71,7 @@ KEYS = {  # what the runs of a framework can tell
 
 def fit_time(start: Values, runs: Runs, measured: npt.NDArray[np.float64], keys: Sequence[str],
              weights: npt.NDArray[np.float64] | None = None) -> Values:  # fmt: skip
-    """Return the constants with which predicted steps are nearest to measured seconds."""
+    """Return the constants with which predicted steps are closest to measured seconds."""
     weight = np.ones(len(measured)) if weights is None else weights
 
     def loss(values: Values) -> float:
@@ -96,7 +96,7 @@ def fit_time(start: Values, runs: Runs, measured: npt.NDArray[np.float64], keys:
 
 
 def fit_odds(rows: Sequence[Row], c: Values) -> Values:
-    """Return the constants of odds.py. rows: of nanotron; c: the constants of their times."""
+    """Return the constants of odds.py. rows: runs of nanotron; c: the constants of their times."""
     ok = timed_rows(rows)
     runs, measured = stacked([row.record for row in ok]), step_seconds(ok)
     trouble = [row for row in rows if row.crashed and hooked(row)]
@@ -106,14 +106,14 @@ def fit_odds(rows: Sequence[Row], c: Values) -> Values:
 
 
 def fit_stalls(runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
-    """Return the log odds of a stall, by logistic regression with a small price for large ones."""
+    """Return the log odds of a stall, by logistic regression with a small penalty on weights."""
     several = runs.nodes > 1
     weights = logistic(list(odds.STALL), odds.stall_features(runs)[several], stalled[several])
     return {**odds.START, **weights}
 
 
 def fit_crashes(c: Values, rows: Sequence[Row], planner: Values) -> Values:
-    """Return the shares that crash: those under which what crashed was the most likely.
+    """Return the constants of CRASH of maximum likelihood.
 
     planner: the constants by which memory is predicted.
     """
@@ -136,7 +136,7 @@ def descend(
     step: Values,
     move: Callable[[str, float, float], float],
 ) -> Values:
-    """Return the constants of the least loss, one of `step` moved at a time, by shorter steps."""
+    """Return the constants of the least loss, by coordinate descent with decreasing steps."""
     found, best = dict(start), loss(start)
     for _ in range(2 * ROUNDS):
         for name in step:
@@ -151,12 +151,12 @@ def descend(
 
 
 def key(row: Row) -> str:
-    """Return what the rows of one configuration share."""
+    """Return a key that is equal for the rows of one configuration."""
     return f"{row.model} {sorted(row.record.items())}"
 
 
 def moved(name: str, value: float, by: float) -> float:
-    """Return a constant of CRASH a step further: shares by their odds."""
+    """Return a constant of CRASH after a step; shares move by a factor of their odds."""
     if name == "crash_middle":
         return value + by / 2
     if name == "crash_memory":
@@ -180,7 +180,10 @@ def logistic(
 
 
 def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Tell which runs stall: what they take more is at least 0.4 of a predicted stall."""
+    """Return whether each run stalls: whether it is slower than predicted by enough.
+
+    That is, by more than 0.4 of a predicted stall and 0.3 of the predicted step.
+    """
     alone = times(c, runs).step
     extra = measured - alone
     return np.asarray(
@@ -189,7 +192,7 @@ def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> np
 
 
 def fit_memory(start: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> Values:
-    """Return the constants with which predicted GiB are nearest to measured ones."""
+    """Return the constants with which predicted GiB are closest to measured ones."""
     names = [name for name in TERMS if start[name] > 0]
     parts = terms(runs)
 
@@ -208,7 +211,7 @@ def timed_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def step_seconds(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
-    """Return the measured seconds of steps whose micro-batches are all full."""
+    """Return the measured seconds of steps, scaled to full micro-batches."""
     return np.array([row.seconds / row.filled for row in rows])
 
 
@@ -219,7 +222,7 @@ def fit(name: str, rows: Sequence[Row]) -> Values:
     runs, measured, keys = stacked([row.record for row in ok]), step_seconds(ok), KEYS[framework]
     stalled = np.zeros(len(ok), dtype=bool)
     c = start
-    for _ in range(2 if framework == "nanotron" else 1):  # what stalls is known better once fitted
+    for _ in range(2 if framework == "nanotron" else 1):  # a first fit shows which runs stall
         if framework == "nanotron":
             stalled = stalled_runs(c, runs, measured)
         c = fit_time(start, runs[~stalled], measured[~stalled], keys)
@@ -229,7 +232,7 @@ def fit(name: str, rows: Sequence[Row]) -> Values:
 
 
 def hooked(row: Row) -> bool:
-    """Tell whether hooks sum a crashed run's gradients in a pipeline, with little to keep."""
+    """Return whether hooks sum a run's gradients in a pipeline, with few activations."""
     r = row.record
     return bool(
         r["zero"] == 0
@@ -246,7 +249,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def more_rows() -> list[Row]:
-    """Return the runs of benchmarks/planning/other_runs.py that constants are fitted on."""
+    """Return the runs of benchmarks/planning/other_runs.py on which constants are fitted."""
     with tempfile.TemporaryDirectory() as folder:
         return other_runs.fitted(Path(folder))
 

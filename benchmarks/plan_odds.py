@@ -4,9 +4,8 @@
     python benchmarks/plan_odds.py RUNS.csv --out FILE
 
 RUNS.csv has the columns of the Ultra-Scale Playbook's table. FILE gets each run's time and memory
-as `benchmarks/plan_predict.py` has them, and beside them what benchmarks/planning/odds.py says of
-that cluster: odds_of_stall, stall_s (the seconds that a step of a run that stalls takes more) and
-odds_of_crash.
+as predicted by `benchmarks/plan_predict.py`, and the odds by benchmarks/planning/odds.py for that
+cluster: odds_of_stall, stall_s (seconds by which a stall prolongs a step) and odds_of_crash.
 """
 
 import argparse

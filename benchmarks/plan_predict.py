@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict published runs with the planner's clock, and the constants that are fitted on others.
+"""Predict published runs with the planner's model of times, and constants fitted on other runs.
 
     python benchmarks/plan_predict.py RUNS.csv --out FILE
 
-RUNS.csv is in one of the forms that benchmarks/planning/published.py reads. FILE has its rows and
-the columns predicted_step_s, predicted_tok_s_gpu, predicted_mem_gib, predicted_fits and
-predicted_reason, which says why a row cannot be predicted. The exit code is 1 where no row fits, 2
-where a file is wrong.
+RUNS.csv has one of the formats of benchmarks/planning/published.py. FILE gets its rows with the
+columns predicted_step_s, predicted_tok_s_gpu, predicted_mem_gib, predicted_fits and
+predicted_reason, the reason why a row cannot be predicted. The exit code is 1 if no row fits, 2 if
+a file is wrong.
 """
 
 import argparse

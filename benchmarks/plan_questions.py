@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Answer ten questions of people who plan a run, beside what somebody has published.
+"""Answer ten questions of people who plan a run, and print published layouts for comparison.
 
     python benchmarks/plan_questions.py [--only TEXT]
 
-Of each question the layout that the plan takes is printed, and beside it the layout of a public run
-of the same or the nearest question. The layout's command then goes to pretrain_llama.py --dry-run,
-which must take it; the GB that it prints stand beside the plan's. It takes about ten minutes.
+For each question the recommended layout is printed beside the layout of a public run of the same or
+the most similar question. The layout's command is then passed to pretrain_llama.py --dry-run, which
+must accept it; its GB are printed beside the plan's. The program takes about ten minutes.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TITAN = "torchtitan's benchmarks"
 
 
 class Question(NamedTuple):
-    """A model and a cluster, what else is asked, and the layout of a public run."""
+    """A model, a cluster, further options of the plan, and the layout of a public run."""
 
     model: str
     cluster: str
@@ -69,7 +69,7 @@ QUESTIONS = [
 
 
 def dry_run(run: Recorded) -> str:
-    """Return what --dry-run of a layout's command says of its memory, in GB. Raises SystemExit."""
+    """Return the GB that --dry-run prints for a layout's command. Raises SystemExit."""
     command = table.command_lines(run)[0].replace("\\\n", " ")
     words = shlex.split(command.partition("pretrain_llama.py")[2])
     words += ["--dry-run", "--rehearse-device", run.cluster.device]

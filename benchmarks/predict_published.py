@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict the step time of every published H100 and A100 run that nothing was fitted on.
+"""Predict the step time of published H100 and A100 runs, and report the errors.
 
     python benchmarks/predict_published.py --runs FOLDER --out FILE.csv
 
     python benchmarks/predict_published.py --hashes
 
-FOLDER holds the CSV files of published runs. FILE gets a line for every row: what was measured and
-predicted, the error, and whether the row's group was fitted on (fit_device.py says which) or why it
-is not predicted. The device files must be those whose sha256 docs/predictions.md states: they
-were frozen before these predictions were printed; --hashes prints that table. Median and worst are
-of the rows not fitted on.
+FOLDER holds the CSV files of published runs. FILE gets a line for every row: the measured and the
+predicted time, the error, and whether the row's group was used for fitting (see fit_device.py), or
+why it is not predicted. The sha256 of the device files must be those stated in docs/predictions.md,
+since they were frozen before these predictions were printed; --hashes prints that table. The
+printed summary has rows used for fitting apart from the others.
 """
 
 import argparse
@@ -42,7 +42,7 @@ COLUMNS = ("row", "source", "group", "device", "measured_s", "predicted_s", "err
 
 
 class Result(NamedTuple):
-    """A row with its prediction. mfu: share of the bfloat16 peak that the measured run reached."""
+    """A row with its prediction. mfu: of the measured run, as a share of the bfloat16 peak."""
 
     run: Run
     predicted: float
@@ -54,12 +54,12 @@ class Result(NamedTuple):
 
 
 def stated_hashes() -> dict[str, str]:
-    """Return {file below the repository: sha256} as the document states them."""
+    """Return {file in the repository: sha256} as stated in the document."""
     return dict(HASH.findall(DOCUMENT.read_text(encoding="utf-8")))
 
 
 def frozen_files() -> dict[str, str]:
-    """Return {file below the repository: sha256} of what predictions depend on by numbers."""
+    """Return {file in the repository: sha256} of the files with the numbers of predictions."""
     files = [*sorted(FOLDER.glob("*.json")), HOST_SECONDS]
     return {
         path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -86,7 +86,7 @@ def _between(low: float, high: float) -> Callable[[Result], bool]:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Return the lines printed: by source, by device, by measured MFU, and all."""
+    """Return the printed lines: by source, by device, by measured MFU, and all."""
     parts: list[tuple[str, Callable[[Result], bool]]] = []
     for source in dict.fromkeys(result.run.source for result in results):
         parts.append((source, lambda result, source=source: result.run.source == source))

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Predict steps of Llama 3 on H100s, rehearsed: eager, fused and float8, and what overlap gains.
+"""Predict steps of Llama 3 on H100s by rehearsals: eager, fused and float8, and gains of overlap.
 
     python benchmarks/predicted_mfu.py mfu      8B at tp 1 and tp 8: MFU, and what bounds each
     python benchmarks/predicted_mfu.py gains    four layers of 70B, tp 8: `none` against `ring`
     python benchmarks/predicted_mfu.py changes --base COMMIT    8B: before and now, and why
 
-Predictions of forecast/rehearsal's clock (docs/rehearsal.md), of rank 0 alone: nothing is
-measured. MFU is of the bf16 peak, with float8 too. FLAG: further flags of the trainer.
+The figures are predictions of forecast/rehearsal's clock (docs/rehearsal.md) for rank 0: nothing is
+measured. MFU is of the bf16 peak, also with float8. Further flags are the trainer's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tools.bisect.checkouts import checkout  # noqa: E402
 
 SPLIT = "--tensor-model-parallel-size=8 --sequence-parallel"
 DATA = "--zero-stage=3 --overlap-grad-reduce --overlap-param-gather"
-LAYOUTS = {  # of 8 GPUs, 16 sequences of 8192 tokens a step
+LAYOUTS = {  # of 8 GPUs, with 16 sequences of 8192 tokens per step
     "tp 1, dp 8, ZeRO 3": f"{DATA} --global-batch-size=16",
     "tp 8, sp, ring": f"{SPLIT} --tp-comm-overlap=ring --global-batch-size=2",
 }
@@ -42,7 +42,7 @@ SEVENTY = """
     --num-layers=4 --hidden-size=8192 --ffn-hidden-size=28672 --num-attention-heads=64
     --num-query-groups=8 --micro-batch-size=2 --global-batch-size=4
 """
-# tokens/s a GPU of torchtitan, 70B on 256 H100: without and with asynchronous tensor parallelism
+# tokens/s/GPU of torchtitan, 70B on 256 H100: without and with asynchronous tensor parallelism
 TITAN = {"bf16": (597, 652), "tensorwise": (810, 942), "rowwise": (600, 625), "blockwise": None}
 Report = Callable[[Path, Sequence[str], bool, int], dict[str, Any]]
 
@@ -69,7 +69,7 @@ def mfu(flags: Sequence[str], report: Report = report) -> Iterator[str]:
 
 
 def gains(flags: Sequence[str], report: Report = report) -> Iterator[str]:
-    """Yield the table of what overlap gains, predicted here and measured by torchtitan."""
+    """Yield the table of gains of overlap, predicted here and measured by torchtitan."""
     yield "| | none, ms | exposed | ring, ms | exposed | gain | torchtitan's gain |"
     yield "|---|---|---|---|---|---|---|"
     for name, measured in TITAN.items():
@@ -95,7 +95,7 @@ COMPARED = {  # name: ranks, flags
     "tp 8, sp": (8, f"{SPLIT} --tp-comm-overlap=none --global-batch-size=2"),
     "tp 8, sp, ring": (8, LAYOUTS["tp 8, sp, ring"]),
 }
-UNDONE = {  # what is put back to what it was at 0c88a3d: numbers of the device file
+UNDONE = {  # a change of the device file's numbers: their values at 0c88a3d
     "attention": {"attention.cudnn.forward": 0.2211, "attention.cudnn.backward": 0.17688},
     "host": {
         "function_seconds": 0.0, "triton_seconds": 6e-6, "triton_argument_seconds": 0.0,
@@ -105,10 +105,10 @@ UNDONE = {  # what is put back to what it was at 0c88a3d: numbers of the device 
 
 
 def changes(flags: Sequence[str], base: Path, report: Report = report) -> Iterator[str]:
-    """Yield the table of a base's predictions and of this tree's, and what each change makes.
+    """Yield the table of the predictions of a base and of this tree, and the effect of each change.
 
-    A change is what this tree would predict without it, in ms; the rest of the difference is "other
-    changes": what the product launches, and when a collective gets its SMs.
+    The effect of a change, in ms, is this tree's prediction minus that with the change undone. The
+    rest of the difference is "other changes": in launches, and in when a collective gets its SMs.
     """
     yield (
         "| layout | launches | ms, MFU before | ms, MFU now | by the file's other end "
@@ -139,7 +139,7 @@ def changes(flags: Sequence[str], base: Path, report: Report = report) -> Iterat
 
 
 def _device(path: Path, numbers: dict[str, float]) -> Path:
-    """Write the H100's file with other numbers; return its path."""
+    """Write the H100's device file with some numbers replaced; return its path."""
     content = json.loads(path_of("h100").read_text(encoding="utf-8"))
     for key, value in numbers.items():
         content["numbers"][key] |= {"value": value}

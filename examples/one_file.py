@@ -11,7 +11,7 @@ steps on the same batches and compares losses, norms and weights bit for bit
 (tests/model/test_one_file.py). Each part says where Weft has it.
 
     1  ranks          which processes form the tensor-, data- and pipeline-parallel groups
-    2  collectives    the only lines of the file in which bytes move
+    2  collectives    the only code of the file that communicates
     3  layers         column- and row-parallel matmuls, embedding, norm, RoPE, attention, loss
     4  model          the stage of a Llama that a pipeline rank holds
     5  ZeRO 1         flat weights and gradients; each data-parallel rank updates a share of them
@@ -21,15 +21,15 @@ steps on the same batches and compares losses, norms and weights bit for bit
     s sequence   b micro-batch   h hidden   a query heads   g key/value heads   d head size
     f ffn hidden   V vocabulary   t tensor-parallel ranks
 
-What moves in one step of one rank:
+Communication of one rank in one step:
 
     where                          verb                 over   shape
     column-parallel forward        all-gather           tp     [s/t, b, h] -> [s, b, h]
-    column-parallel backward       all-gather,          tp     the same input again,
+    column-parallel backward       all-gather,          tp     the same input once more,
                                    reduce-scatter              [s, b, h] -> [s/t, b, h]
     row-parallel forward           reduce-scatter       tp     [s, b, h] -> [s/t, b, h]
     row-parallel backward          all-gather           tp     [s/t, b, h] -> [s, b, h]
-    loss                           all-gather           tp     3 numbers a token
+    loss                           all-gather           tp     3 numbers per token
     between stages                 send, receive        pp     [s/t, b, h]
     norm weights' gradients        all-reduce           tp     once a step
     all gradients                  reduce-scatter       dp     once a step
@@ -54,14 +54,14 @@ from torch import Tensor, nn
 
 
 class Axis:
-    """The ranks of one kind of parallelism that this rank works with, in order."""
+    """The ranks of this rank's group in one kind of parallelism, in order."""
 
     def __init__(self, ranks: list[int], rank: int, group: dist.ProcessGroup | None) -> None:
         self.ranks, self.rank, self.size, self.group = ranks, ranks.index(rank), len(ranks), group
 
 
 class Grid:
-    """world = pp x dp x tp ranks, tp fastest: neighbours in tp exchange most, so they are near.
+    """world = pp x dp x tp ranks; tp varies fastest, as tensor parallelism communicates most.
 
         rank = (pp rank x dp + dp rank) x tp + tp rank
 
@@ -77,8 +77,8 @@ class Grid:
         self.tp = self._axis(every.reshape(-1, tp))
         self.dp = self._axis(every.transpose(1, 2).reshape(-1, every.shape[1]))
         stages = every.permute(1, 2, 0).reshape(-1, pp)
-        self.pp = self._axis(stages)  # activations go down it
-        self.pp_back = self._axis(stages)  # and gradients up: NCCL orders messages by group
+        self.pp = self._axis(stages)  # for activations
+        self.pp_back = self._axis(stages)  # for gradients: NCCL orders the messages of a group
 
     def _axis(self, rows: Tensor) -> Axis:
         found = None
@@ -135,16 +135,16 @@ def sum_in_order(x: Tensor, axis: Axis) -> Tensor:
 class Messages:
     """Sends and receives between neighbouring stages. A send never blocks; `close` waits for all.
 
-    down: whether they go to the next stage (activations) or to the one before (gradients).
+    down: send to the next stage (activations), else to the previous one (gradients).
     """
 
     def __init__(self, axis: Axis, down: bool) -> None:
         step = 1 if down else -1
         self.axis, self.to, self.source = axis, axis.rank + step, axis.rank - step
-        self.sent: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it has gone
+        self.sent: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
 
     def send(self, x: Tensor) -> None:
-        """Send x to the neighbour, where there is one."""
+        """Send x to the neighbour, if there is one."""
         if 0 <= self.to < self.axis.size:
             x = x.detach().contiguous()
             work = dist.isend(x, self.axis.ranks[self.to], group=self.axis.group)
@@ -152,7 +152,7 @@ class Messages:
             self.sent.append((work, x))
 
     def receive(self, like: Tensor) -> Tensor | None:
-        """Return what the neighbour sent, of the shape of `like`; None where there is none."""
+        """Return the neighbour's tensor, shaped like `like`; None if there is no neighbour."""
         if not 0 <= self.source < self.axis.size:
             return None
         x = torch.empty_like(like)
@@ -172,28 +172,28 @@ class Messages:
 
 
 class Parameter(nn.Parameter):
-    """A weight with the place of its gradient: `main_grad`, in fp32, written by `add_grad`.
+    """A weight with its gradient buffer `main_grad`, in fp32, which `add_grad` writes.
 
     label: its name, the same on every rank. draw: how to draw its initial values; None: ones.
-    partial: its gradient is this rank's part of a sum over tp, as for norms, which see a part of s.
+    partial: its gradient is a partial sum over tp, as for norms, which compute on a part of s.
     """
 
     label: str
     draw: tuple["Draw", ...] | None
     partial: bool
     main_grad: Tensor
-    fresh: bool  # nothing has been added in this step
+    fresh: bool  # no gradient has been added in this step
 
 
 def parameter(shape: tuple[int, ...], like: "Sizes", draw: tuple["Draw", ...] | None) -> Parameter:
-    """Return an unset weight."""
+    """Return a weight without values."""
     param = Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
     param.draw, param.partial, param.fresh = draw, draw is None, True
     return param
 
 
 def add_grad(param: Parameter, grad: Tensor) -> None:
-    """Add a gradient; the first one of a step overwrites what the step before left."""
+    """Add a gradient; the first one of a step overwrites the previous step's."""
     param.main_grad.copy_(grad) if param.fresh else param.main_grad.add_(grad)
     param.fresh = False
 
@@ -202,7 +202,7 @@ def add_wgrad(param: Parameter, dy: Tensor, x: Tensor) -> None:
     """Add dy^T x to the gradient [o, i]: dy [..., o], x [..., i]."""
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     onednn = onednn_linear(x)
-    if onednn is not None:  # the wider one is packed as the weight
+    if onednn is not None:  # oneDNN packs its second argument: pass the wider one there
         wide = dy.shape[1] > x.shape[1]
         add_grad(param, onednn(x.t(), dy.t()).t() if wide else onednn(dy.t(), x.t()))
     elif x.dtype != param.main_grad.dtype:
@@ -215,7 +215,7 @@ def add_wgrad(param: Parameter, dy: Tensor, x: Tensor) -> None:
 
 
 def onednn_linear(x: Tensor):
-    """Return oneDNN's x w^T for fp32 on a CPU, where it is the fastest; else None."""
+    """Return oneDNN's function for x w^T in fp32 on a CPU, where it is fastest; else None."""
     onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
         return None
@@ -228,9 +228,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ColumnParallel(torch.autograd.Function):
-    """y = gather(x) w^T, with the rows of w cut over tp: every rank makes its own columns of y.
+    """y = gather(x) w^T, with the rows of w sharded over tp: a rank computes its columns of y.
 
-    Only the shard of x is kept for backward, which gathers it again (Korthikanti et al. 2022).
+    Only the shard of x is saved for backward, which gathers it again (Korthikanti et al. 2022).
     """
 
     @staticmethod
@@ -250,7 +250,7 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class RowParallel(torch.autograd.Function):
-    """y = scatter(sum over ranks of x w^T), with the columns of w cut over tp, as x is."""
+    """y = scatter(sum over ranks of x w^T), with the columns of w and x sharded over tp."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Parameter, tp: Axis) -> Tensor:
@@ -273,7 +273,7 @@ class Embed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens: Tensor, weight: Parameter, tp: Axis) -> Tensor:
-        """tokens [s, b] -> [s/t, b, h]. A token of another rank's rows gives zero here."""
+        """tokens [s, b] -> [s/t, b, h]. Tokens in another rank's rows give zero on this rank."""
         local = tokens - tp.rank * len(weight)
         ctx.elsewhere = (local < 0) | (local >= len(weight))
         ctx.local, ctx.weight, ctx.tp = local.masked_fill(ctx.elsewhere, 0), weight, tp
@@ -282,7 +282,7 @@ class Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx: Tensor):
-        """dx [s/t, b, h] is gathered; each rank adds the rows that it has."""
+        """Gather dx [s/t, b, h]; each rank adds the gradient of its own rows."""
         weight, dx = ctx.weight, all_gather(dx, ctx.tp).masked_fill(ctx.elsewhere[..., None], 0)
         if weight.fresh:
             weight.main_grad.zero_()
@@ -343,10 +343,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Loss of logits whose vocabulary is cut over tp: no rank ever holds those of all of it.
+    """Loss of logits whose vocabulary is sharded over tp: no rank holds all logits.
 
-    loss = log(sum_v exp(l_v - m)) + m - l_target, with m the maximum. A rank has the maximum, the
-    sum and the target's logit of its own columns: one all-gather of three numbers a token.
+    loss = log(sum_v exp(l_v - m)) + m - l_target, with m the maximum. Each rank computes the
+    maximum, the sum and the target's logit over its own columns; one all-gather of three numbers
+    per token combines them.
     """
 
     @staticmethod
@@ -384,7 +385,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 class Sizes:
-    """The sizes of a Llama, and where and in which dtype it lives."""
+    """The sizes of a Llama, its device and its dtype."""
 
     def __init__(
         self, vocab: int = 256, h: int = 128, f: int = 352, layers: int = 4, a: int = 4, g: int = 2,
@@ -402,10 +403,10 @@ class Sizes:
 
 
 class Draw:
-    """Rows or columns of one tensor that a checkpoint names, of which a rank holds a part.
+    """A tensor of a checkpoint, of which each rank holds some rows or columns.
 
-    shape: the whole tensor's. dim: which dimension is cut. The whole tensor is drawn from a seed
-    that its name decides, then cut, so every layout starts from the same model.
+    shape: of the whole tensor. dim: the sharded dimension. The whole tensor is drawn with a seed
+    that depends on its name and then sharded, so every layout starts from the same model.
     """
 
     def __init__(self, name: str, shape: tuple[int, int], dim: int, std: float) -> None:
@@ -422,7 +423,7 @@ class Draw:
 
 
 def hash_of(text: str) -> int:
-    """Return a 63-bit number that depends on the text alone (FNV-1a)."""
+    """Return a 63-bit number that depends only on the text (FNV-1a)."""
     value = 0xCBF29CE484222325
     for byte in text.encode():
         value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
@@ -430,7 +431,7 @@ def hash_of(text: str) -> int:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v are one column-parallel matmul, cut head by head."""
+    """Grouped-query attention; q, k and v are one column-parallel matmul, sharded by heads."""
 
     def __init__(self, c: Sizes, tp: Axis, name: str) -> None:
         super().__init__()
@@ -438,7 +439,7 @@ class Attention(nn.Module):
         rows = {"q": c.a * c.d, "k": c.g * c.d, "v": c.g * c.d}
         draws = tuple(Draw(f"{name}.{n}_proj.weight", (r, c.h), 0, c.std) for n, r in rows.items())
         self.qkv = parameter((sum(rows.values()) // tp.size, c.h), c, draws)
-        deep = c.std / math.sqrt(2 * c.layers)  # it adds to the residual stream
+        deep = c.std / math.sqrt(2 * c.layers)  # smaller, as it adds to the residual stream
         draw = Draw(f"{name}.o_proj.weight", (c.h, c.a * c.d), 1, deep)
         self.proj = parameter((c.h, c.a * c.d // tp.size), c, (draw,))
 
@@ -490,8 +491,8 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """What one pipeline rank holds: some blocks, at the first rank the embedding, at the last the
-    head and the loss.
+    """The part of the model on one pipeline rank: some blocks, on the first rank the embedding, on
+    the last the head and the loss.
     """
 
     def __init__(self, c: Sizes, grid: Grid) -> None:
@@ -517,7 +518,7 @@ class Stage(nn.Module):
         self.rope: tuple[Tensor, Tensor] | None = None
 
     def weights(self) -> list[Parameter]:
-        """Return the weights with their names, those whose gradients are partial last."""
+        """Return the weights with their names set; those with partial gradients come last."""
         found: list[Parameter] = []
         for name, param in self.named_parameters():
             assert isinstance(param, Parameter)
@@ -536,9 +537,9 @@ class Stage(nn.Module):
                     param.copy_(torch.cat(parts))
 
     def forward(self, tokens: Tensor, labels: Tensor, hidden: Tensor | None) -> Tensor:
-        """Return hidden states [s/t, b, h], or at the last stage the loss [b, s].
+        """Return hidden states [s/t, b, h], or on the last stage the loss [b, s].
 
-        tokens, labels: [b, s]. hidden: what the stage before returned; None at the first.
+        tokens, labels: [b, s]. hidden: output of the previous stage; None on the first.
         """
         cos, sin = self.angles(tokens.shape[1])
         h = Embed.apply(tokens.t(), self.embedding, self.tp) if hidden is None else hidden
@@ -565,15 +566,15 @@ class Stage(nn.Module):
 # 5. ZeRO 1 (Weft: mpu/zero and mpu/optim)
 # ---------------------------------------------------------------------------------------------
 
-BLOCK = 1024  # a parameter begins at a multiple of it; also the unit of the global norm
+BLOCK = 1024  # parameters begin at multiples of it; also the block of the global norm
 
 
 class DistributedOptimizer:
-    """AdamW of which every data-parallel rank does a share (Rajbhandari et al. 2020, stage 1).
+    """AdamW, sharded over the data-parallel ranks (Rajbhandari et al. 2020, stage 1).
 
         weights   [n]       in the model's dtype; parameters are views of it; whole on every rank
-        grads     [n]       fp32, this rank's sum over its micro-batches; main_grad are views of it
-        masters   [n/dp]    fp32, of the share that this rank updates, as AdamW's two moments
+        grads     [n]       fp32, this rank's sum over its micro-batches; main_grads are views of it
+        masters   [n/dp]    fp32, for the share that this rank updates, as are AdamW's two moments
 
     step: sum gradients to their owners -> global norm, clip -> update the share -> gather weights.
     """
@@ -608,7 +609,7 @@ class DistributedOptimizer:
         self.global_norm = GlobalNorm(stage, grid, self.params, blocks)
 
     def begin_step(self) -> None:
-        """Let the first gradient of each weight overwrite the last step's."""
+        """Make the first gradient of each weight overwrite that of the previous step."""
         for param in self.params:
             param.fresh = True
 
@@ -618,7 +619,7 @@ class DistributedOptimizer:
         shard = reduce_scatter(self.grads, self.grid.dp)
         norm = self.global_norm(shard)
         factor = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        shard.div_((1.0 / factor).float())  # as AdamW's fused kernel takes a scale
+        shard.div_((1.0 / factor).float())  # divides, as AdamW's fused kernel does with its scale
         self.decays.grad, self.others.grad = shard[: self.cut], shard[self.cut :]
         for group in self.adam.param_groups:
             group["lr"] = lr
@@ -628,10 +629,10 @@ class DistributedOptimizer:
 
 
 class GlobalNorm:
-    """The 2-norm of all gradients, from the share that each rank owns: the same bits in any layout.
+    """The 2-norm of all gradients, from each rank's share: the same bits in any layout.
 
-    Norms of blocks of fixed size are gathered; their squares are added up in one order, first
-    within a parameter, then over tp in rank order, then over parameters by name.
+    Norms of blocks of fixed size are gathered. Their squares are added in a fixed order: within a
+    parameter, then over tp in rank order, then over parameters by name.
     """
 
     def __init__(
@@ -665,8 +666,8 @@ class GlobalNorm:
 def run_1f1b(stage: Stage, grid: Grid, batches: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     """Run forward and backward of every micro-batch; return the sum of the losses, in fp64.
 
-    A rank first does as many forwards as there are stages after it, then a forward and a backward
-    in turn, so that it holds at most pp - rank micro-batches (Narayanan et al. 2021):
+    A rank first runs as many forwards as there are stages after it, then alternates forwards and
+    backwards, so that it holds at most pp - rank micro-batches (Narayanan et al. 2021):
 
         0  F0 F1 F2 F3 .  .  .  .  .  .  B0 .  B1 .  B2 .  B3
         1  .  F0 F1 F2 .  .  .  .  B0 F3 B1 .  B2 .  B3
@@ -733,8 +734,8 @@ def micro_batches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's (tokens, labels), each [micro, s], of the global batch of one step.
 
-    Every rank draws the same places in the text; micro-batch k of rank r of D has the rows from
-    (k D + r) micro on, so every layout trains on the same global batches.
+    Every rank draws the same places in the text. Micro-batch k of rank r of D begins at row
+    (k D + r) micro, so every layout trains on the same global batches.
     """
     generator = torch.Generator().manual_seed(hash_of(f"{seed}/batch/{step}"))
     starts = torch.randint(len(text) - s, (batch,), generator=generator)
@@ -775,7 +776,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace, grid: Grid, text: Tensor) -> None:
-    """Raise ValueError where rows and tokens do not divide over the ranks."""
+    """Raise ValueError if rows or tokens do not divide over the ranks, or the text is too short."""
     rows, s = args.micro_batch_size * grid.dp.size, args.seq_length
     if args.global_batch_size % rows:
         raise ValueError(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what docs/continuing.md uses where there is no network: a text, questions and a model.
+"""Write the inputs of docs/continuing.md without a network: a text, questions and a model.
 
     my_text/               200 texts of sums in words, "twenty plus eleven is thirty-one."
     data/questions_*.jsonl questions about small sums, each with its answer; some are held out
     runs/base              a Llama of 135,488 random parameters and its tokenizer, as transformers
-                           writes them: it stands for a model that was downloaded
+                           writes them, in place of a downloaded model
 
-All of it is drawn from fixed seeds.
+Everything is drawn from fixed seeds.
 """
 
 import json
@@ -30,7 +30,7 @@ def words(n: int) -> str:
 
 
 def sums(draw: random.Random, count: int, below: int) -> list[tuple[str, str, str]]:
-    """Return `count` sums of two numbers below a number, each as three words: a, b, a + b."""
+    """Return `count` sums of two numbers less than `below`, each as three words: a, b, a + b."""
     pairs = [(draw.randrange(below), draw.randrange(below)) for _ in range(count)]
     return [(words(a), words(b), words(a + b)) for a, b in pairs]
 

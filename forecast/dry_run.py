@@ -2,8 +2,8 @@
 """Report what a run would do before it starts: layout, memory, work, traffic.
 
 It works for any WORLD_SIZE: the program's own step is recorded on tensors without memory
-(forecast/recording.py), and no process group and no device is touched. The tokenizer's file is read
-where --vocab-size is left out and the file is here.
+(forecast/recording.py), without process groups or devices. Without --vocab-size the size is read
+from the tokenizer's file, if it exists here.
 """
 
 import os
@@ -52,16 +52,16 @@ REHEARSAL = (
     "peak memory, predicted time, and mistakes by file and line"
 )
 WORKSPACES = "workspaces"
-# bytes of cuBLAS's workspace for a thread's handle and a stream, from Hopper on; before it 8.1 MiB
+# bytes of cuBLAS's workspace for each thread's handle and stream since Hopper; before it 8.1 MiB
 # (pytorch aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)
 CUBLAS_WORKSPACE = 4096 * 8 * 1024
 GPU_OVERHEAD = "CUDA, NCCL and allocator overhead come"
 Shapes = Mapping[str, tuple[int, ...]]
-BUCKETS = ("grad sum", "update", "gather", "exchange")  # purposes whose transfers have many sizes
+BUCKETS = ("grad sum", "update", "gather", "exchange")  # purposes with transfers of many sizes
 
 
 def report(config: Config, script: ModuleType) -> str:
-    """Return the report of --dry-run. In a pipeline it details the rank that needs most memory.
+    """Return the report of --dry-run. In a pipeline it details the rank that needs the most memory.
 
     script: pretrain_llama.py, or a fork of it.
     """
@@ -82,7 +82,7 @@ def report(config: Config, script: ModuleType) -> str:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Return a config with the vocabulary's size, where it is given or its tokenizer is here."""
+    """Return the config with the vocabulary's size, if it is given or its tokenizer is here."""
     model = config.data.tokenizer_model
     if config.model.vocab_size is None and model and os.path.exists(model):
         return config.with_vocab(tokenizer_for(config).vocab_size)
@@ -90,7 +90,7 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def _differences(config: Config) -> list[str]:
-    """Return the differences that the given flags touch, and how many others there are."""
+    """Return the differences from Megatron-LM of the given flags, and the number of others."""
     known = vocabulary().differences
     lines = [f"{d.title}: {d.there}; here {d.here}" for d in known if d.touches(config.given)]
     rest = len(known) - len(lines)
@@ -130,7 +130,7 @@ def shapes(recording: Recording) -> Shapes:
 
 
 def _groups(config: Config, provider: Any) -> list[str]:
-    """Return what trains and with which factors."""
+    """Return lines on which parameters train, and with which factors."""
     return param_groups.lines(dict(whole_model(config, provider).named_parameters()))
 
 
@@ -140,17 +140,17 @@ def memory_of_ranks(config: Config, script: ModuleType) -> list[dict[str, int]]:
 
 
 def memory(config: Config, recording: Recording) -> dict[str, int]:
-    """Return the bytes of each kind on the device of a rank at its fullest moment."""
+    """Return the bytes of each kind on a rank's device at its fullest moment."""
     return fullest(config, recording).kinds
 
 
 def fullest(config: Config, recording: Recording) -> Moment:
-    """Return the moment of a rank's step that needs most, with workspaces."""
+    """Return the moment of a rank's step with the most memory, workspaces included."""
     return _with_workspaces(config, recording.fullest())
 
 
 def step_memory(config: Config, recording: Recording) -> list[Moment]:
-    """Return the fullest moment of each action of a step, with workspaces, in order."""
+    """Return the fullest moment of each action of a step in order, workspaces included."""
     return [_with_workspaces(config, moment) for moment in recording.moments()]
 
 
@@ -159,15 +159,13 @@ def _with_workspaces(config: Config, moment: Moment) -> Moment:
 
 
 def matmul_workspaces(config: Config) -> int:
-    """Return the bytes of cuBLAS's workspaces: one for the host thread that runs forward, and one
-    for autograd's.
-    """
+    """Return the bytes of cuBLAS's workspaces: one each for the forward and the autograd thread."""
     return 0 if config.parallel.device == "cpu" else 2 * CUBLAS_WORKSPACE
 
 
 def at_start(config: Config, recording: Recording) -> int:
-    """Return the bytes of a pipeline rank on a GPU before the first message, where each chunk runs
-    once; else 0.
+    """Return the peak bytes of the warm-up, in which a pipeline rank on a GPU runs each chunk once
+    before the first message; 0 if there is none.
     """
     return recording.warm_up and recording.warm_up + matmul_workspaces(config)
 
@@ -202,7 +200,7 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def _parameters(config: Config, provider: Any, parameters: Shapes) -> list[str]:
-    """Return one line a name and shape, a count where layers share it, and the totals."""
+    """Return a line for each name and shape, with a count for repeated layers, and the totals."""
     lines: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, shape in parameters.items():
         parts = name.split(".")
@@ -227,7 +225,7 @@ def count(parameters: Shapes) -> int:
 
 
 def _ranks(found: Sequence[Recording], kinds: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return a line for each rank of a pipeline; "buffers" are all that the others are not."""
+    """Return a line for each rank of a pipeline; the column "buffers" has all other kinds."""
     if len(found) == 1:
         return []
     columns = ("parameters", "state", "buffers", ACTIVATIONS, LOGITS, "total")
@@ -247,7 +245,7 @@ def _memory(
     kinds: Sequence[Mapping[str, int]],
     rank: int,
 ) -> list[str]:
-    """Return one line a kind of memory, the total, and advice where it does not fit a GPU."""
+    """Return a line for each kind of memory, the total, and advice if it does not fit a GPU."""
     p, recording, own = config.parallel, found[rank], kinds[rank]
     dtype, again = str(config.run.dtype).removeprefix("torch."), p.recompute_granularity or "none"
     shared = recording.run.sink.weight_buckets
@@ -304,7 +302,7 @@ def _memory(
         lines.append(f"{HOST:<19} {in_units(host):>10}  {', '.join(what)}; pinned")
 
     def peak(other: Config) -> int:
-        """Return the bytes of the rank that needs most."""
+        """Return the bytes of the rank that needs the most memory."""
         of_ranks = recordings_of(other, script)
         totals = (sum(memory(other, each).values()) for each in of_ranks)
         return max(*totals, *(at_start(other, each) for each in of_ranks))
@@ -320,7 +318,7 @@ def _state_names(config: Config) -> str:
 
 
 def _share(recording: Recording) -> str:
-    """Return, in words, which share of its state a rank keeps."""
+    """Return the share of its state that a rank keeps, as text: "1/8"."""
     shares = {b.layout.sharing.cut: b.layout.sharing.shard for b in recording.run.sink.buckets}
     experts = f", of experts 1/{shares['ep']}" if "ep" in shares else ""
     return f"1/{shares.get('tp', 1)}{experts}"
@@ -362,7 +360,9 @@ def _days(seconds: float) -> str:
 
 
 def _traffic(rows: list[Traffic]) -> list[str]:
-    """Return a line for each axis, verb and size; buckets are one line, and so are small sums."""
+    """Return a line for each axis, verb and size. Buckets of a purpose share a line, as do all
+    small sums.
+    """
     groups: dict[tuple[str, str, object], list[Traffic]] = {}
     for row in rows:
         if row.verb != "receive":
@@ -384,7 +384,7 @@ def _traffic(rows: list[Traffic]) -> list[str]:
 
 
 def _host_traffic(config: Config, recording: Recording) -> list[str]:
-    """Return the line of what a step sends between the device and its host, if anything."""
+    """Return the line on copies between the device and its host in a step, if there are any."""
     down, up = recording.copied()
     if not down + up:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether a run fits a GPU, and if not, which flag by itself would make it fit."""
+"""Report whether a run fits a GPU and, if not, which single flag would make it fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,12 +12,12 @@ OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU t
 
 
 def available(gpu_bytes: float) -> float:
-    """Return the bytes of a GPU's memory that a run can count on."""
+    """Return the bytes of a GPU's memory that are available to a run."""
     return gpu_bytes * POOL - OVERHEAD
 
 
 def gpu_of(config: Config) -> Device:
-    """Return the GPU that a run is planned for. Raises UsageError where the flag names none."""
+    """Return the GPU of --rehearse-device. Raises UsageError if it is unknown."""
     name = config.rehearse.rehearse_device
     try:
         return read_device(name)
@@ -31,8 +31,10 @@ def fit_lines(
     peak: Callable[[Config], float],
     in_units: Callable[[float], str],
 ) -> list[str]:
-    """Return "fits", or what each measure saves. total: bytes of the fullest rank; peak: the same
-    of another config; in_units: writes bytes.
+    """Return the lines of the report: that the run fits, or how much memory each measure saves.
+
+    total: bytes of the fullest rank; peak: computes them for another config; in_units: formats
+    bytes.
     """
     if config.parallel.device == "cpu":
         return []
@@ -47,7 +49,7 @@ def fit_lines(
         try:
             rules.check(other)
         except UsageError:
-            continue  # it does not go with this run's other flags
+            continue  # incompatible with this run's other flags
         if (size := peak(other)) < total:
             rows.append((size, name, f"saves {in_units(total - size)}"))
     if not rows:
@@ -68,7 +70,7 @@ def fit_lines(
 
 
 def measures(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield (flags, the config with them) of what saves memory and is not in use yet."""
+    """Yield (flags, the config with them) for each memory-saving option that is not in use."""
     p, b, g = config.parallel, config.batch, config.gpu
     over = f" (over {p.gradient_ranks} {parallel_rules.sharers(config)})"
     for stage in range(p.zero + 1, 4) if p.gradient_ranks > 1 else ():

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let one recorded rank of a pipeline stand for other ranks with the same work on other layers.
+"""Represent many ranks of a pipeline by one recorded rank that does the same work on other layers.
 
-Ranks with as many layers, and the same ends, differ in the order of their actions alone, and what
-an action makes and frees depends on the actions beside it, not on the pipeline's length. So one
-rank of each kind is recorded, in a shorter pipeline where there are many, and its actions are put
-in the order that the schedule has for the others.
+Ranks with the same number of layers, and the same embedding and loss, differ only in the order of
+their actions. The memory of an action depends on its neighbors, not on the pipeline's length. So
+one rank of each kind is recorded, in a shorter pipeline if there are many ranks, and its actions
+are reordered to the schedule of each rank that it represents.
 
-    pipeline   Et  tt  tt  tt  tt  tt  tt  tL
-    recorded   Et  tt                 (tt) tL      the one in brackets is only built
-    like        0   1   1   1   1   1   1   3
+    pipeline   Et  tt  tt  tt  tt  tt  tt  tL      E embedding, t layer, L loss
+    recorded   Et  tt                 (tt) tL      the rank in brackets is built, not recorded
+    like        0   1   1   1   1   1   1   3      place of the representing rank
 """
 
 from collections import defaultdict
@@ -25,35 +25,35 @@ from training.run.pipeline_stages import rank_stages
 from training.settings.config import Config
 from training.settings.pipeline_schedule import micro_batch_counts
 
-BEHIND = 2  # ranks behind a middle one, at least: then it has an F between two others
+BEHIND = 2  # least number of ranks behind a middle one, so that it has an F between two others
 
 
 class Like(NamedTuple):
-    """The pipeline that is recorded, and for each rank of the whole one its place in it."""
+    """The pipeline to record, and for each rank of the run's pipeline its place in that one."""
 
     config: Config
     places: tuple[int, ...]
 
 
-ALONE = -1  # in place of a chunk: no F is interleaved
+ALONE = -1  # in place of a chunk: no F overlaps the action
 
 
 class Turn(NamedTuple):
-    """An action, seen among the actions of its rank."""
+    """An action and its neighbors among the actions of its rank."""
 
-    name: tuple[str | int, ...]  # kind and chunk, and the chunk of an F that is interleaved with it
+    name: tuple[str | int, ...]  # kind, chunk, and the chunk of an F that overlaps it or ALONE
     before: tuple[str | int, ...]  # name of the previous action
     after: tuple[str | int, ...]  # name of the next action
-    begun: int  # micro-batches begun before it; 2 stands for more
-    left: int  # micro-batches that follow; 1 stands for more
-    receives: int  # receives that are posted as it ends, for later actions
+    begun: int  # micro-batches before its own, at most 2
+    left: int  # micro-batches after its own, at most 1
+    receives: int  # receives for later actions, posted as it ends
 
 
 def like_ranks(config: Config, provider: ModelProvider, layers: int = 0) -> Like:
-    """Return the pipeline to record for all ranks of a run's.
+    """Return the pipeline to record for all ranks of a run's pipeline.
 
-    It is the run's own where layers differ, or ranks do in what they defer. layers: of each stage
-    of the pipeline to record; 0: as many as the run's have.
+    It is the run's own if layers differ, or with --defer-embedding-wgrad-compute. layers: layers of
+    each stage to record; 0: as many as the run's stages have.
     """
     p = config.parallel
     size = p.pipeline_model_parallel_size
@@ -63,7 +63,7 @@ def like_ranks(config: Config, provider: ModelProvider, layers: int = 0) -> Like
     elif size == 1 or not alike(config, provider) or p.defer_embedding_wgrad_compute:
         return Like(config, tuple(range(size)))
     kinds = [tuple((len(s.layers), s.embedding, s.loss) for s in own) for own in stages]
-    if p.schedule in V_SHAPED:  # the last rank hands its first chunk's output to its second
+    if p.schedule in V_SHAPED:  # the last rank's first chunk feeds its second
         kinds[-1] = (*kinds[-1], (0, False, False))
     first = {kind: rank for rank, kind in reversed([*enumerate(kinds)])}
     ends = [size - 1] * (kinds.count(kinds[-1]) == 1 < size)
@@ -80,12 +80,15 @@ def like_ranks(config: Config, provider: ModelProvider, layers: int = 0) -> Like
 
 
 def alike(config: Config, provider: ModelProvider) -> bool:
-    """Return whether all layers of a run's model are alike, in how they are updated too."""
+    """Return whether all layers of a run's model are equal, including how they are updated."""
     return not config.optimizer.param_group and model_profile(config, provider).alike
 
 
 def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
-    """Return the config of a pipeline of these ranks, with as many micro-batches as it can run."""
+    """Return the config of a pipeline of these ranks.
+
+    It has as many micro-batches as the run, rounded down to what an interleaved schedule can run.
+    """
     p, size = config.parallel, len(ranks)
     v_shape = p.schedule in V_SHAPED
     of_stage = {stage_of(rank, chunk, size, v_shape): stage
@@ -110,8 +113,9 @@ def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
 
 
 def turns(steps: Sequence[Step], split: bool) -> list[tuple[Action, Turn]]:
-    """Return a rank's actions in order, as a recording has them: an F that overlaps a B is part of
-    it, and so is a W that follows its B where the schedule does not separate them (`split`).
+    """Return a rank's actions in order, as recorded: an F that overlaps a B is part of that B.
+
+    split: whether the schedule separates W from B; if not, a W is part of the B before it.
     """
     names: list[tuple[Action, tuple[str | int, ...]]] = []
     receives, beside = list[int](), ALONE
@@ -136,9 +140,9 @@ def turns(steps: Sequence[Step], split: bool) -> list[tuple[Action, Turn]]:
 
 
 def followed(schedule: Schedule, recorded: Schedule, places: Sequence[int]) -> list[list[Place]]:
-    """Return each rank's actions in order, each with the recorded one that is like it.
+    """Return each rank's actions in order, each with the most similar recorded action.
 
-    places: for each rank, of the rank that was recorded for it, in its schedule.
+    places: for each rank, the place in `recorded` of the rank that represents it.
     """
     whole, few = plan(schedule), plan(recorded)
     by_chunk: dict[int, dict[tuple[str | int, ...], list[tuple[Turn, int]]]] = {}

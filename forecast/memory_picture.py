@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have the memory of a rank over a step drawn, for `--dry-run --memory-picture FILE`.
+"""Draw the memory of a rank over a step, for `--dry-run --memory-picture FILE`.
 
-The numbers are dry_run.step_memory's, of which the report prints the fullest. tools/draw_memory.py
-draws them: it is another program, as tools stand above this room.
+The numbers come from dry_run.step_memory; the report prints the largest of them.
+tools/draw_memory.py draws them in a process of its own, as this room may not import tools.
 """
 
 import json
@@ -24,9 +24,10 @@ TOOL = Path(__file__).resolve().parent.parent / "tools" / "draw_memory.py"
 
 
 def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
-    """Return what is drawn: the bytes of each kind in each action of a step, and words about them.
+    """Return the contents of the picture: bytes of each kind in each action of a step, and titles.
 
-    Of the pipeline rank that needs most. Raises ValueError where the vocabulary is not known.
+    It shows the pipeline rank that needs the most memory. Raises ValueError if the vocabulary's
+    size is not known.
     """
     config = with_vocabulary(config)
     if config.model.vocab_size is None:
@@ -57,7 +58,7 @@ def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
 
 
 def said(moment: Moment, chunks: int) -> str:
-    """Return a moment's action as words."""
+    """Return a moment's action as text."""
     if not isinstance(action := moment.action, Action):
         return action
     of_chunk = f" of chunk {action.chunk}" * (chunks > 1)
@@ -65,15 +66,16 @@ def said(moment: Moment, chunks: int) -> str:
 
 
 def short(moment: Moment, chunks: int) -> str:
-    """Return an action as a few letters: F0, of several chunks F0.1; else "sums" or "update"."""
+    """Return an action's short name: F0, with several chunks F0.1; else "sums" or "update"."""
     if not isinstance(action := moment.action, Action):
         return action.partition(" ")[0]
     return f"{action.kind}{action.micro_batch}" + f".{action.chunk}" * (chunks > 1)
 
 
 def draw(config: Config, script: ModuleType) -> str:
-    """Write --memory-picture; return a line that says so. Raises ValueError where the tool refuses,
-    with its sentence.
+    """Write the file of --memory-picture and return a line for the report.
+
+    Raises ValueError with the tool's message if the tool fails.
     """
     file = str(config.run.memory_picture)
     words = json.dumps(drawn_of(config, script))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a rank over a step, action by action, and of ranks that one recording stands for."""
+"""Memory of a rank in each action of a step, also extrapolated to ranks that are not recorded."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,10 @@ Bytes = npt.NDArray[np.int64]
 
 
 class Moment(NamedTuple):
-    """The fullest moment of an action. kinds: bytes on the device, by kind; after: as it ends."""
+    """The moment of an action with the most memory on the device.
+
+    kinds: bytes by kind at that moment. after: bytes by kind as the action ends.
+    """
 
     action: Action | str
     kinds: dict[str, int]
@@ -21,13 +24,14 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds."""
+        """Return the total of all kinds, in bytes."""
         return sum(self.kinds.values())
 
 
 class Place(NamedTuple):
-    """Where an action of another rank stands. like: the number of the recorded one that is like it.
-    receives: how many more it posts than that.
+    """An action of another rank, and the recorded action that represents it.
+
+    like: index of the recorded action. receives: how many more receives this action posts.
     """
 
     action: Action
@@ -36,9 +40,9 @@ class Place(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The fullest moment of each action of a step, in order; the first is before any action.
+    """The fullest moment of each action of a step, in order; entry 0 precedes the first action.
 
-    most, after: bytes [action, kind], at that moment and as the action ends.
+    most, after: bytes [action, kind], at the fullest moment and as the action ends.
     """
 
     actions: list[Action | str]
@@ -48,7 +52,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[Moment], kinds: tuple[str, ...]) -> "Moments":
-        """Return moments as arrays, with a column for each of these kinds."""
+        """Return moments as arrays with a column for each of `kinds`."""
         assert {*kinds} >= {kind for each in found for kind in (*each.kinds, *each.after)}
         most, after = (
             np.array([[part.get(kind, 0) for kind in kinds] for part in parts], np.int64)
@@ -63,8 +67,8 @@ class Moments(NamedTuple):
         return Moment(self.actions[n], most, after)
 
     def changes(self) -> tuple[Bytes, Bytes]:
-        """Return how many bytes more than its begin each action's fullest moment has, and its end;
-        of the first, before which there is nothing, 0.
+        """Return the bytes [action, kind] by which the fullest moment and the end of each action
+        exceed its begin; 0 in entry 0.
         """
         before = np.concatenate([self.after[:1], self.after[:-1]])
         most = self.most - before
@@ -75,17 +79,17 @@ class Moments(NamedTuple):
 def _sum(
     begin: Bytes, actions: list[Action | str], kinds: tuple[str, ...], most: Bytes, end: Bytes
 ) -> Moments:
-    """Return moments that follow each other, each given by its changes."""
+    """Return the moments of a sequence of actions from their changes, the inverse of `changes`."""
     after = np.concatenate([begin[None], begin + np.cumsum(end, 0)])
     most = np.concatenate([begin[None], after[:-1] + most])
     return Moments(["", *actions], kinds, most, after)
 
 
 def reordered(moments: Moments, order: Sequence[Place], messages: str, message: int) -> Moments:
-    """Return moments of a step whose actions come in another order, some of them several times.
+    """Return the moments of a step whose actions come in another order, possibly repeated.
 
-    messages: the kind of memory of messages; message: bytes of one. What an action makes and frees
-    is the same wherever it stands, but for the receives that it posts for later ones.
+    messages: the kind of memory of messages; message: bytes of one. An action is assumed to
+    allocate and free the same memory at any position, except for the receives that it posts.
     """
     places = [n for n, action in enumerate(moments.actions) if isinstance(action, Action)]
     early, late = range(1, places[0]), range(places[-1] + 1, len(moments.actions))
@@ -102,9 +106,10 @@ def reordered(moments: Moments, order: Sequence[Place], messages: str, message: 
 def of_layers(
     low: Moments, high: Moments, chunks: Sequence[int], few: tuple[int, int]
 ) -> Moments:
-    """Return the moments of a rank whose chunks have so many layers, from those of the same rank
-    with few[0] and with few[1] layers in each: what an action makes is linear in the layers of its
-    chunk, and what a step does besides in those of all.
+    """Return the moments of a rank whose chunks have `chunks` layers, by linear extrapolation.
+
+    low, high: moments of the same rank with few[0] and few[1] layers in each chunk. The memory of
+    an action is linear in the layers of its chunk, that of other phases in the layers of all.
     """
     mean = sum(chunks) / len(chunks)
     layers = [chunks[a.chunk] if isinstance(a, Action) else mean for a in low.actions]

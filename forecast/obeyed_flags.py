@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find flags that a model does not obey: its forward runs on meta tensors. A dry run and fork-check
-ask this; a run does not.
+"""Find flags that a model does not obey, by running its forward on meta tensors. Dry runs and
+fork-check do this check; training runs do not.
 
-A flag that chooses a kernel, an arithmetic or what is kept acts inside functions and modules of
-mpu. A --model-file with a module of its own in their place would go on without the flag, and
-nobody would notice: here the run is refused, in a sentence that names the flag and the module.
+A flag that selects a kernel, a number format or which activations are saved acts inside functions
+and modules of mpu. A --model-file that replaces these by modules of its own would silently ignore
+the flag. This check refuses such a run with a message that names the flag and the module.
 
     flag                               the model must
     --fused-linear-cross-entropy       compute its loss by output_loss(head, ...)
     --norm-backend apex, te            have RMSNorm modules, whose own forward calls the kernel
-    --attention-backend, but for auto  attend by core_attention_of(ctx); fused: without a window
+    --attention-backend, except auto   attend by core_attention_of(ctx); fused: without a window
     --fp8-format                       have parallel linears in its layers, which multiply
     --recompute-granularity selective  wrap its core attention in recompute.selective
     --recompute-granularity full       run its layers by recompute.blocks
     --cpu-offload-activations          the same
-    --offload-modules                  call the modules that it names
+    --offload-modules                  call the named modules
     --defer-embedding-wgrad-compute    have a ColumnParallelLinear(output_layer=True)
     --log-max-attention-logit          attend by core_attention_of(ctx)
-    --qk-clip                          that, with one qkv_linear for each, and nothing between that
-                                       has parameters: a norm would undo the clip
+    --qk-clip                          the same, with one qkv_linear per attention and no parameters
+                                       between the two: a norm would undo the clip
     --output-z-loss-coeff              compute its loss by output_loss or
                                        vocab_parallel_cross_entropy
 """
@@ -70,10 +70,10 @@ BY = {
 
 
 def check_attention(config: Config, provider: ModelProvider) -> None:
-    """Run each layer's forward on meta tensors; every one must send over the cp axis.
+    """Run each layer's forward on meta tensors and check that it communicates over the cp axis.
 
-    Its queries need keys that other ranks hold. A --model-file with an attention of its own may not
-    know that, and would train on rows cut into pieces. Raises ValueError naming the layer.
+    Queries need keys that other ranks hold. A --model-file whose own attention does not exchange
+    them would attend only within each rank's tokens. Raises ValueError naming the layer.
     """
     if config.parallel.context_parallel_size == 1:
         return
@@ -100,7 +100,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
 
 
 class _OverContext:
-    """A trace: whether anything was sent over context-parallel ranks."""
+    """A trace that records whether a layer communicates over the cp axis."""
 
     over_cp = False
 
@@ -109,9 +109,9 @@ class _OverContext:
 
 
 def check_flags(config: Config, provider: ModelProvider) -> None:
-    """Run a model's forward on meta tensors. Raises ValueError naming a flag that reaches nothing.
+    """Run a model's forward on meta tensors. Raises ValueError naming a flag that has no effect.
 
-    A forward that meta tensors cannot run, one that asks for values, is not checked.
+    A forward that reads values of tensors cannot run on meta tensors, and is not checked.
     """
     required = list(_functions(config))
     p, g = config.parallel, config.gpu
@@ -121,7 +121,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     listener = _Listener(config, provider)
     try:
         model = listener.run()
-    except RuntimeError:  # it asks for values, which meta tensors do not have
+    except RuntimeError:  # it reads values, which meta tensors do not have
         return
     file = f"--model-file {config.model.model_file}"
     backend = p.attention_backend
@@ -165,7 +165,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
 
 
 def _functions(config: Config) -> Iterator[str]:
-    """Yield the flags of a run that act where the model calls a function."""
+    """Yield the flags of a run that take effect in functions which the model calls."""
     p = config.parallel
     if p.fused_linear_cross_entropy:
         yield LOSS
@@ -184,9 +184,9 @@ def _functions(config: Config) -> Iterator[str]:
 
 
 def _check_clip(model: nn.Module, file: str, cores: int) -> None:
-    """Raise ValueError where rows of W_q and W_k do not scale the logits of a layer of their own.
+    """Raise ValueError if scaling rows of W_q and W_k would not scale the logits of their layer.
 
-    cores: how many layers attend.
+    cores: number of layers with attention.
     """
     linears = [name for name, m in model.named_modules() if _makes_qkv(m)]
     if len(linears) != cores:
@@ -225,7 +225,7 @@ def _used_flags(
     found: Mapping[str, nn.Module],
     what: str,
 ) -> None:
-    """Raise ValueError where no module is found, or one did not use what the flag gives it."""
+    """Raise ValueError if `found` has no module, or one whose forward did not use `what`."""
     if not found:
         raise ValueError(f"{flag}: {file} does not obey it: no module of a layer takes {what}")
     for name, module in found.items():
@@ -237,7 +237,7 @@ def _used_flags(
 
 
 def _maker_of_attention(model: nn.Module) -> str:
-    """Return who keeps a core attention of its own, and where it is made; "" if nobody does."""
+    """Return the first module with a CoreAttention attribute and where it is defined, or ""."""
     for module in model.modules():
         if any(isinstance(value, CoreAttention) for value in vars(module).values()):
             code = type(module).__init__.__code__
@@ -248,7 +248,7 @@ def _maker_of_attention(model: nn.Module) -> str:
 
 
 class _Listener:
-    """Builds a model on meta tensors, and hears what its forward calls: flags and module names."""
+    """Builds a model on meta tensors, and records which flags and modules its forward uses."""
 
     def __init__(self, config: Config, provider: ModelProvider) -> None:
         self.config, self.provider = config, provider
@@ -257,7 +257,7 @@ class _Listener:
         self.own_logits = False  # the model's logits are not what its head returns
 
     def noting(self, what: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run`, whose calls are recorded."""
+        """Return a wrapper of `run` that records its calls as `what`."""
 
         def noted(*args: Any, **options: Any) -> Any:
             self.used.add(what)
@@ -269,8 +269,8 @@ class _Listener:
         """Run the whole model's forward, and return the model."""
         attention: Any = CoreAttention
         real, stats, fits = attention.attend, cross_entropy.softmax_stats, fused.fits
-        attention.attend = self.noting_cores(real)  # before a layer keeps its core's
-        cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)  # what every loss of ours calls
+        attention.attend = self.noting_cores(real)  # before a layer stores the method of its core
+        cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)  # every loss of mpu calls it
         fused.fits = lambda *given, **more: False  # so that a norm calls its `passes`
         try:
             model = self.run_forward()
@@ -300,7 +300,7 @@ class _Listener:
         return model
 
     def noting_cores(self, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `CoreAttention.attend`, whose calls are recorded."""
+        """Return a wrapper of `CoreAttention.attend` that records its calls."""
 
         def attend(
             core: CoreAttention,
@@ -330,14 +330,14 @@ class _Listener:
         recompute: Recompute | None = None,
         stages: Sequence[Stage] | None = None,
     ) -> StagedModel:
-        """Take the place of the provider."""
+        """Replace the provider: build its model with a context that records calls."""
         chunks = ctx.loss_in_chunks and self.noting(LOSS, ctx.loss_in_chunks)
         backend = config.parallel.attention_backend
         ctx = replace(ctx, loss_in_chunks=chunks, attention_backend=backend)
         return self.provider(config, ctx, recompute, stages)
 
     def listen_to(self, model: nn.Module) -> None:
-        """Hear norms, layers in float8, and modules that --offload-modules names."""
+        """Record calls of norms, of layers in float8, and of the modules of --offload-modules."""
         for name, module in model.named_modules():
             if isinstance(module, RMSNorm):
                 module.passes = _Passes(self, name, module.passes)
@@ -362,14 +362,14 @@ def _own_logits(model: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 class _Passes:
-    """The norm's kernel of one module, whose calls are recorded."""
+    """The norm kernel of one module, with its calls recorded."""
 
     def __init__(self, listener: _Listener, name: str, passes: Any) -> None:
         self.norm_forward = listener.noting(name, passes.norm_forward)
 
 
 class _Recompute(Recompute):
-    """A run's Recompute, whose calls are recorded."""
+    """A run's Recompute, with its calls recorded."""
 
     def __init__(self, listener: _Listener, *given: Any) -> None:
         super().__init__(*given)

@@ -2,16 +2,16 @@
 """Run the program's own `build` and `train_step` as one rank of any world, and record the step.
 
 Tensors are meta tensors: they have shapes and no memory. Collectives and messages go through the
-verbs of a process group, which sends nothing (mpu/comm/meta.py). What ranks of a pipeline say to
-each other while they are built they really say: each is built, in a thread of its own.
+verbs of a transport that sends nothing (mpu/comm/meta.py). Only the bytes that the ranks of a
+pipeline gather at start-up are really exchanged: every rank is built, each in its own thread.
 
     build              buckets, optimizer, norm: of all ranks of a pipeline
     warm-up            on GPUs in a pipeline, each chunk once (training/run/warm_up.py)
-    a step             before the recorded one, where the first is another: ZeRO 3's gathers, and
-                       state that leaves for host memory
-    the recorded step  storages that come and go, collectives and messages, the schedule's actions
+    a step             before the recorded one, if the first step differs from later ones: ZeRO 3's
+                       gathers, and optimizer state that moves to host memory
+    the recorded step  allocated and freed storages, collectives, messages, the schedule's actions
 
-A step has few micro-batches (`few_micro_batches`): as many as a schedule needs to repeat itself.
+Only a few micro-batches are recorded (`few_micro_batches`): enough for the schedule to repeat.
 """
 
 import contextlib
@@ -57,21 +57,21 @@ from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
 STATE = ("parameters", "gradients", "masters", "moments")
 OTHER_STATE = "other state"  # the norm's index, tables of RoPE, the batch
 UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
-WEIGHT_ROWS = "weights in float8"  # that micro-batches share
+WEIGHT_ROWS = "weights in float8"  # shared by micro-batches
 ACTIVATIONS, LOGITS, MESSAGES = "activations", "logits", "messages"
-WORKING = "working memory"  # what one action makes and frees
+WORKING = "working memory"  # allocated and freed within one action
 HOST = "host memory"
 KINDS = (
     *STATE, OTHER_STATE, UNSHARDED, GATHERED, WEIGHT_ROWS, ACTIVATIONS, LOGITS, MESSAGES, WORKING,
 )  # fmt: skip
-SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last action
+SUMS, UPDATE = "sums of gradients", "update"  # actions after the schedule's last one
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
-MADE = {"F": "activation", "B": "gradient"}  # what a message carries
+MADE = {"F": "activation", "B": "gradient"}  # contents of a message, by the action that sends it
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
 class Storage:
-    """Memory of one or several tensors. kind: "" until it is known."""
+    """The memory of one or several tensors. kind: one of KINDS, or HOST; "" until it is known."""
 
     __slots__ = ("kind", "nbytes")
 
@@ -88,7 +88,7 @@ class Transfer(NamedTuple):
     purpose: str  # as in the label of its call
     bytes: int  # of the whole tensor
     sent: int  # bytes that leave this rank
-    size: int  # ranks of the axis
+    size: int  # number of ranks of the axis
     peer: int  # of a message: the other rank's place on pp; else -1
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -115,11 +115,11 @@ class Actions(FailureMonitor):
 
 
 class Recorder(DispatchMode):
-    """Answers operations on meta tensors from their shapes, and notes what a step does.
+    """Computes operations on meta tensors from their shapes, and records the events of a step.
 
-    events: in order, (storage, 1 as it comes or -1 as it goes), or an action that begins.
-    transfers: in order. copies: (action, bytes to host memory, bytes from there). run: once there
-    is one. gpu: whether tensors stand for those of a GPU, apart from which there is host memory.
+    events: in order, (storage, 1 when allocated or -1 when freed), or an action that begins.
+    transfers: in order. copies: (action, bytes to host memory, bytes from it). run: None until it
+    is built. gpu: whether the tensors represent GPU tensors; then host memory is separate.
     """
 
     def __init__(self, gpu: bool = False) -> None:
@@ -130,7 +130,7 @@ class Recorder(DispatchMode):
         self.copies: list[tuple[Action | str, int, int]] = []
         self.run: Any = None
         self.action: Action | str = ""
-        self.storages: dict[int, Storage] = {}  # those that live, by id
+        self.storages: dict[int, Storage] = {}  # live storages, by id
         self._logits = (0, 0)  # elements of a micro-batch's logits, and columns
         self._references: dict[int, Any] = {}
         self._new: list[Storage] = []  # since the action began
@@ -152,11 +152,11 @@ class Recorder(DispatchMode):
         return out
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is the run's: tables of the program's own are not."""
+        """Return whether a tensor belongs to the run, not to the program's own tables."""
         return tensor.is_meta
 
     def _made(self, storage: torch.UntypedStorage, tensor: Tensor, args: Any) -> None:
-        """Note a new storage. What is computed of host memory alone is host memory."""
+        """Record a new storage. A result of operands that are all in host memory is there too."""
         key, kind = id(storage), ""
         if self._has_host:
             given = [self.kind_of(x) for x in tensors_of(args) if x.is_meta]
@@ -171,7 +171,7 @@ class Recorder(DispatchMode):
     def _freed(self, key: int, _: Any) -> None:
         del self._references[key]
         made = self.storages.pop(key)
-        made.kind = made.kind or WORKING  # it was gone before its action was over
+        made.kind = made.kind or WORKING  # freed before its action ended
         self.events.append((made, -1))
 
     def _copied(self, to: Tensor, source: Tensor) -> None:
@@ -182,31 +182,31 @@ class Recorder(DispatchMode):
                 self.copies.append((self.action, source.nbytes * down, to.nbytes * up))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has lost its memory, or got it back."""
+        """Record that a storage was resized: to 0 bytes, or back to its size."""
         if (old := self.storages.get(id(storage))) is not None:
             made = self.storages[id(storage)] = Storage(storage.nbytes(), old.kind)
             self.events += [(old, -1), (made, 1)]
 
     def in_host(self, tensor: Tensor) -> None:
-        """Note that a tensor is in host memory: apart from the device's, unless that is a CPU."""
+        """Record that a tensor is in host memory, unless the run's device is a CPU."""
         found = self.storages.get(id(tensor.untyped_storage()))
-        if self.gpu and found is not None:  # else it is of another rank
+        if self.gpu and found is not None:  # None: a tensor of another rank
             self._has_host, found.kind = True, HOST
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the kind of a tensor's storage, as far as it is known."""
+        """Return the kind of a tensor's storage, or "" if it is not known."""
         found = self.storages.get(id(tensor.untyped_storage()))
         return found.kind if found else ""
 
     def mark(self, tensor: Tensor | None, kind: str) -> None:
-        """Say of which kind a tensor's storage is, unless that is known."""
+        """Set the kind of a tensor's storage, if it has none yet."""
         if tensor is not None and self.counts(tensor):
             found = self.storages.get(id(tensor.untyped_storage()))
             if found is not None:
                 found.kind = found.kind or kind
 
     def know(self, run: Any) -> None:
-        """Note what a run has: the names of its modules and buckets, and the kinds of its state."""
+        """Register a run: the names of its modules and buckets, and the kinds of its state."""
         self.run = run
         self._names = {
             id(module): ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -223,16 +223,18 @@ class Recorder(DispatchMode):
         self._logits = tokens * columns, columns
 
     def settle(self, kind: str) -> None:
-        """Say of which kind all is that lives and is not known yet."""
+        """Set the kind of every live storage that has none yet."""
         for storage in self.storages.values():
             storage.kind = storage.kind or kind
         self._new.clear()
 
     def begins(self, words: str) -> None:
-        """Note that an action begins: what the one before has left is kept for a later one."""
+        """Record that an action begins. Storages left over from the previous one are activations,
+        unless they have another kind.
+        """
         if words.startswith("waiting"):
             return
-        if self.run is not None:  # else it is being built
+        if self.run is not None:  # None: the run is being built
             for bucket in self.run.sink.buckets:
                 self.mark(bucket.grad, UNSHARDED)
             for bucket in self.run.sink.weight_buckets:
@@ -242,7 +244,7 @@ class Recorder(DispatchMode):
             for storage in self._new:
                 storage.kind = storage.kind or ACTIVATIONS
             self._new.clear()
-        found = ACTION.findall(words)  # of an F with a B, the B
+        found = ACTION.findall(words)  # for an F that overlaps a B, use the B
         if found:
             kind, chunk, i = found[-1]
             self.action = Action(kind[0], int(chunk), int(i))
@@ -254,7 +256,7 @@ class Recorder(DispatchMode):
     def issued(
         self, verb: str, axis: Axis, tensor: Tensor, sent: int, is_async: bool, label: Label | None
     ) -> None:
-        """Note a collective or message that is about to start, as a trace of the grid's axes."""
+        """Record a collective or message that is about to start (a hook of the grid's axes)."""
         who, purpose = label or Label("", "")
         name, peer = who, -1
         if isinstance(who, Payload):
@@ -262,7 +264,7 @@ class Recorder(DispatchMode):
             self.mark(tensor, MESSAGES)
         elif not isinstance(who, str):
             name = self._names.get(id(who), type(who).__name__)
-            if purpose == "grad sum" and axis.name != "tp":  # over tp parts of several buckets go
+            if purpose == "grad sum" and axis.name != "tp":  # tp sums parts of several buckets
                 self.mark(tensor, UNSHARDED)
             elif purpose == "gather":
                 self.mark(getattr(who, "weights", None), GATHERED)
@@ -279,29 +281,29 @@ class Recorder(DispatchMode):
 
 @dataclass
 class Recording:
-    """A step of one rank."""
+    """A recorded step of one rank."""
 
-    run: Any  # what the program has built
+    run: Any  # as the program built it
     recorder: Recorder
-    few: int  # micro-batches that are recorded
+    few: int  # number of recorded micro-batches
     micro_batches: int  # micro-batches of the step
     start: dict[str, int] = field(default_factory=dict)  # bytes by kind as the step begins
-    warm_up: int = 0  # peak bytes before the step, where each chunk runs once
-    # what the ranks of the pipeline exchanged, in order; an entry has one item for each rank
+    warm_up: int = 0  # peak bytes of the warm-up, in which each chunk runs once; 0: there is none
+    # bytes that the ranks of the pipeline exchanged, in order; one item per rank in each entry
     heard: list[list[bytes]] = field(default_factory=list)
-    # where it stands for another rank: the actions of that rank, in order
+    # if it represents another rank: the actions of that rank, in order
     order: list[Place] | None = None
-    more: "MoreLayers | None" = None  # where it stands for a rank of more layers
+    more: "MoreLayers | None" = None  # if it represents a rank with more layers
     # the moments of the recorded actions, once computed
     walked: dict[str, Moments] = field(default_factory=dict, repr=False)
 
     def moments(self) -> list[Moment]:
-        """Return the fullest moment of each action on the device, in order."""
+        """Return the moment of each action with the most memory on the device, in order."""
         found = self.arrays()
         return [found.moment(n) for n in range(self._first(found), len(found.actions))]
 
     def fullest(self) -> Moment:
-        """Return the fullest moment of the step."""
+        """Return the moment of the step with the most memory on the device."""
         found = self.arrays()
         first = self._first(found)
         return found.moment(first + int(found.most[first:].sum(1).argmax()))
@@ -313,12 +315,13 @@ class Recording:
 
     @staticmethod
     def _first(found: Moments) -> int:
-        """Return the first action, or what is before it where there is none."""
+        """Return the index of the first action; 0, the moment before it, if there is none."""
         return min(1, len(found.actions) - 1)
 
     def arrays(self, only: str = "") -> Moments:
-        """Return the fullest moment of each action, and the one before the first: of `only` that
-        kind, if one is given, else of all that are on the device.
+        """Return the fullest moment of each action, after the one before the first action.
+
+        only: the one kind of memory to count; "": all kinds on the device.
         """
         if only not in self.walked:
             self.walked[only] = Moments.of(self._walk(only), (only,) if only else KINDS)
@@ -332,7 +335,7 @@ class Recording:
         return found
 
     def _walk(self, only: str) -> list[Moment]:
-        """Return the moments of the recorded actions, and the one before them."""
+        """Return the moment before the recorded actions, and the fullest moment of each."""
 
         def counts(kind: str) -> bool:
             return kind == only if only else kind != HOST
@@ -357,21 +360,23 @@ class Recording:
         return [*found, Moment(action, kinds, now)]
 
     def times(self, action: Action | str) -> int:
-        """Return how often a step of all micro-batches does what a recorded action does: the one in
-        the middle stands for those that are not recorded.
+        """Return how many actions of the whole step a recorded action represents: more than one for
+        the micro-batch in the middle, which represents those that are not recorded.
         """
         middle = isinstance(action, Action) and action.micro_batch == self.few // 2
         return 1 + middle * (self.micro_batches - self.few)
 
     def copied(self) -> tuple[int, int]:
-        """Return the bytes that a step copies to host memory, and back."""
+        """Return the bytes that a step copies to host memory, and from it."""
         copies = [(self.times(action), *nbytes) for action, *nbytes in self.recorder.copies]
         return sum(n * down for n, down, _ in copies), sum(n * up for n, _, up in copies)
 
 
 class MoreLayers(NamedTuple):
-    """What a recording of few layers stands for. longer: the same rank with more layers. few: of
-    each chunk of both. chunks: of each chunk of the rank that they stand for.
+    """How to extrapolate a recording of a few layers to a rank with more of them.
+
+    longer: a recording of the same rank with more layers. few: layers of each chunk in the two
+    recordings. chunks: layers of each chunk of the represented rank.
     """
 
     longer: Recording
@@ -380,7 +385,7 @@ class MoreLayers(NamedTuple):
 
 
 class _Meeting:
-    """Ranks of a pipeline, each in a thread, that tell each other bytes. One runs at a time."""
+    """Exchanges bytes between the ranks of a pipeline. Each is a thread; one runs at a time."""
 
     def __init__(self, size: int) -> None:
         self._said: list[bytes] = [b""] * size
@@ -389,23 +394,23 @@ class _Meeting:
         self.turn = threading.Lock()
 
     def answers(self, rank: int, data: bytes, axis: Axis) -> list[bytes]:
-        """Return what each rank of an axis says; ranks of other axes than pp say the same."""
+        """Return the bytes of each rank of an axis; on axes other than pp all equal `data`."""
         if axis.name != "pp":
             return [data] * axis.size
         self._said[rank] = data
         self.turn.release()
         try:
-            self._barrier.wait()  # all have spoken
+            self._barrier.wait()  # all have written
             said = list(self._said)
             if rank == 0:
                 self.heard.append(said)
-            self._barrier.wait()  # all have heard
+            self._barrier.wait()  # all have read
         finally:
             self.turn.acquire()
         return said
 
     def abort(self) -> None:
-        """Let nobody wait for a rank that has failed."""
+        """Release all ranks that wait, after one has failed."""
         self._barrier.abort()
 
 
@@ -417,13 +422,14 @@ def record(
     member: int = 0,
     warms_up: bool = True,
 ) -> dict[int, Recording]:
-    """Return the recordings of a pipeline's ranks, by their places on pp. Others than `ranks` are
-    built, and no step of theirs is recorded.
+    """Return the recordings of a pipeline's ranks, by their places on pp.
 
-    script: pretrain_llama.py, or a fork of it. ranks: places; None: all. few: micro-batches that
-    are recorded; 0: `few_micro_batches`. member: a rank of the world that is in the pipeline.
-    warms_up: whether a rank on a GPU in a pipeline runs each chunk before the step, as it does.
-    Raises what the program raises, before its first step too.
+    Every rank is built and has a recording; a step is recorded only for those in `ranks`.
+
+    script: pretrain_llama.py, or a fork of it. ranks: places on pp; None: all. few: number of
+    micro-batches to record; 0: `few_micro_batches`. member: a world rank of the pipeline. warms_up:
+    whether a rank on a GPU in a pipeline first runs each chunk once, as in a real run. Raises any
+    error of the program, also one raised before its first step.
     """
     config, size = of_own_kernels(config), config.parallel.pipeline_model_parallel_size
     wanted = range(size) if ranks is None else ranks
@@ -463,8 +469,9 @@ def record(
 
 
 def of_own_kernels(config: Config) -> Config:
-    """Return the config without kernels that take no meta tensors and that need not be installed
-    where a run is planned; they keep what ours keep.
+    """Return the config with Weft's kernels in place of other libraries'.
+
+    Those take no meta tensors and may not be installed here. They save the same activations.
     """
     p = config.parallel
     own = replace(p, norm_backend="weft", attention_backend="auto", optimizer_backend="torch")
@@ -472,9 +479,10 @@ def of_own_kernels(config: Config) -> Config:
 
 
 def overlap_of(config: Config) -> OverlapMap:
-    """Return how tp's transfers travel in a profile: by messages where the flags ask for a ring,
-    which is also how rows of float8 travel on GPUs under `symmetric`; else by collectives. What
-    `auto` chooses is not known before the run.
+    """Return how a recording sends over tp: in a ring of messages, or by collectives.
+
+    A ring where the flags ask for it, and for float8 rows on GPUs under `symmetric`. `auto` is
+    recorded with collectives, as its choice is not known before the run.
     """
     p = config.parallel
     low = config.float8.fp8_format is not None and p.device != "cpu"
@@ -487,9 +495,9 @@ def recordings_of(
 ) -> list[Recording]:
     """Return the recordings of all ranks of a pipeline, in order.
 
-    Of ranks that are alike one is recorded, and stands for the others (forecast/like_ranks.py).
-    layers: stages are recorded with so many, and the ranks have the moments of as many as they have
-    (forecast/moments.py); None: with all.
+    One rank of each group of similar ranks is recorded (forecast/like_ranks.py). layers: two
+    numbers of layers to record each stage with, from which the moments of each rank with all its
+    layers are extrapolated (forecast/moments.py); None: record all layers.
     """
     if layers is not None:
         provider, size = script.model_provider, config.parallel.pipeline_model_parallel_size
@@ -519,7 +527,7 @@ def _record(
     config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int, recorder: Recorder,
     warms_up: bool,
 ) -> Recording:  # fmt: skip
-    """Build a rank of the world; record a step of it too, unless `few` is negative."""
+    """Build a rank of the world, and record a step of it unless `few` is negative."""
     grid = script.make_grid(config, Launch(rank, config.parallel.world_size))
     transport = MetaTransport(recorder.gpu, partial(meeting.answers, grid.pp.rank))
     grid = grid.carried_by(transport).traced(recorder)
@@ -537,8 +545,9 @@ def _record(
 
 @contextlib.contextmanager
 def _storages_noted(recorders: Sequence[Recorder]) -> Iterator[None]:
-    """Tell each recorder, whose ranks are threads of one process, of host memory and of storages
-    that change their size.
+    """Notify all recorders of host memory and of resized storages.
+
+    Their ranks are threads of one process; each recorder ignores the storages of the others.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -594,7 +603,7 @@ def _record_steps(
         begin()
         _, _, found_inf = script.train_step(run, batches, 1e-3)
         run.iteration += 1
-    # what the loop sends in each step, besides
+    # the training loop's own collectives of each step
     spiked = [found_inf.bool()] * (config.fault.on_spike is not None)
     Agreement(grid.world).ask(False, False, found_inf, *spiked)
     if config.log.log_params_norm:
@@ -603,8 +612,10 @@ def _record_steps(
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect garbage only where `gc.collect` is called, for when else is chance; and of what comes
-    meanwhile only: all that a process has takes a quarter of a second.
+    """Disable automatic garbage collection, which would free storages at unpredictable moments.
+
+    Explicit `gc.collect` calls scan only objects made since: a scan of all takes a quarter of a
+    second.
     """
     frozen = gc.get_freeze_count() > 0  # by the process itself
     gc.collect() if frozen else gc.freeze()
@@ -618,11 +629,11 @@ def _without_collections() -> Iterator[None]:
 
 
 def few_micro_batches(config: Config) -> int:
-    """Return as few micro-batches as have each kind of moment that a step of all of them has."""
+    """Return the least number of micro-batches whose step has all kinds of moments of a step."""
     p, count = config.parallel, max(micro_batch_counts(config))
-    if p.defer_embedding_wgrad_compute:  # each keeps what it defers until the step's end
+    if p.defer_embedding_wgrad_compute:  # each keeps its deferred inputs until the step's end
         return count
-    least = 3 + p.zero_reduce_each_microbatch  # the third is the first whose sums join others
+    least = 3 + p.zero_reduce_each_microbatch  # the third is the first that adds to earlier sums
     return _few(
         p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages,
         p.microbatch_group_size_per_virtual_pipeline_stage,
@@ -634,8 +645,10 @@ def few_micro_batches(config: Config) -> int:
 def _few(
     name: str, p: int, count: int, v: int, group: int | None, overlaps: bool, least: int
 ) -> int:
-    """Return the least multiple of a group after which a rank holds no more and has no other F
-    beside a B. least: a first micro-batch, a last one, and one between them that is like others.
+    """Return the least multiple of a group beyond which no rank holds more activations or overlaps
+    another pair of F and B.
+
+    least: the least number to return: a first micro-batch, a last one and one between them.
     """
     unit = max(p, group or p)
     sizes = [n for n in (2 * unit, 3 * unit, 4 * unit) if least <= n < count]
@@ -647,7 +660,7 @@ def _few(
 
 
 def _most(schedule: Schedule) -> list[Any]:
-    """Return the most that each rank holds, and the chunks of each F beside a B with the B's."""
+    """Return each rank's peak number of activations, and the chunks of its overlapped F and B."""
     ones, beside = [1.0] * schedule.stages, list[set[tuple[int, int]]]()
     for rank, order in enumerate(schedule.ranks):
         pairs = schedule.overlapped_forwards(rank)

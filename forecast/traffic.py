@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List what one rank sends in a step: each collective and message, its bytes, and by whom.
+"""List the collectives and messages of one rank in a step: their bytes, and the layer or bucket.
 
-The list comes from a recording of the step (forecast/recording.py), so a fork's own collectives
-are in it. The dry run, `make explain`, fork-check and the planner's bytes over each link read it.
-Bytes are those of the best algorithm (sent_bytes in mpu/comm/transport.py). Left out is
-what is not in every step: checks of replicas, evaluation, saves, start-up.
+The list comes from a recording of the step (forecast/recording.py), so it includes a fork's own
+collectives. The dry run, `make explain`, fork-check and the planner's bytes over each link use it.
+Bytes are those of the best algorithm (sent_bytes in mpu/comm/transport.py). Collectives that are
+not in every step are left out: checks of replicas, evaluation, saves, start-up.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from types import ModuleType
 from forecast.recording import Recording, Transfer, record
 from training.settings.config import Config
 
-SMALL = ("norm", "loss sum", "go on?")  # purposes that send a few numbers
+SMALL = ("norm", "loss sum", "go on?")  # purposes of transfers of a few numbers
 Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, bytes sent
 
 
@@ -29,23 +29,23 @@ class Traffic:
     times: int  # number of calls
     bytes: int  # of each whole tensor
     sent: int  # bytes that leave this rank, of all calls
-    size: int  # ranks of the axis
+    size: int  # number of ranks of the axis
     peer: int = -1  # as in Transfer
 
 
 def traffic(config: Config, script: ModuleType, pp_rank: int = 0, member: int = 0) -> list[Traffic]:
-    """Return what a rank at a place of the pipeline sends in a step that is not the first.
+    """Return the traffic of a pipeline rank in a step after the first.
 
-    script, member: as `record` takes them. The pipeline that has the first rank of the world sends
-    as much as others do, but for owners of matrices.
+    script, member: as for `record`. Every pipeline sends as much as the one with world rank 0,
+    except where ranks own whole matrices.
     """
     return rows(record(config, script, [pp_rank], member=member)[pp_rank])
 
 
 def rows(recording: Recording) -> list[Traffic]:
-    """Return a row for each kind of collective and message, in the order of the first of each.
+    """Return a row for each kind of collective and message, in order of first occurrence.
 
-    A step of more micro-batches repeats one in the middle.
+    Micro-batches that are not recorded count as repeats of one in the middle.
     """
     found: dict[Transfer, int] = {}
     for each in recording.recorder.transfers:
@@ -62,7 +62,7 @@ def rows(recording: Recording) -> list[Traffic]:
 
 
 def totals(rows: Iterable[Traffic]) -> Totals:
-    """Return collectives and bytes sent, by axis and verb."""
+    """Return the number of collectives and the bytes sent, by axis and verb."""
     found: Totals = {}
     for row in rows:
         times, sent = found.get((row.axis, row.verb), (0, 0))

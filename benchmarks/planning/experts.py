@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the planner against published runs of mixtures of experts: half fitted, half told.
+"""Compare the planner with published runs of mixtures of experts: half fitted, half predicted.
 
     python -m benchmarks.planning.experts
 
-All are Megatron-LM's, so the profile is nemo_h100, whose other constants were fitted on dense
-models. `dispatch`, the seconds of ep's transfers over those of the links' rates, is fitted on the
-rows marked "fit" that force balance; `expert_skew` on the row of real routing beside its forced
-one. The other rows are told with these two. A layout that a source leaves out is assumed, and
-marked; rows of HybridEP, DeepEP and the overlap of two micro-batches are other mechanisms than
-ours, and stand in no fit.
+All runs are Megatron-LM's, so the profile is nemo_h100, whose other constants were fitted on dense
+models. `dispatch`, the seconds of ep's transfers divided by those by the links' rates, is fitted on
+the rows marked "fit", with forced balance; `expert_skew` on a row with real routing relative to the
+same run with forced balance. The other rows are predicted with these two. If a source does not
+state its layout, one is assumed and marked so. Runs with HybridEP, DeepEP or the overlap of two
+micro-batches use other mechanisms than ours and are not fitted.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ TRIED = {"dispatch": np.geomspace(0.5, 20, 60), "expert_skew": np.linspace(1.0, 
 
 @dataclass(frozen=True)
 class Published:
-    """A published run. tflops: model TFLOP/s a GPU. part: "fit", "skew" or "test"."""
+    """A published run. tflops: model TFLOP/s per GPU. part: "fit", "skew" or "test"."""
 
     model: str
     gpus: int
@@ -39,7 +39,7 @@ class Published:
     source: str
     batch: int = 256
     sequence: int = 4096
-    real: bool = False  # routed by the router; else balance is forced
+    real: bool = False  # real routing; else balance is forced
 
 
 QWEN3, LARGE = "QWEN3-30B-A3B", "QWEN3-235B-A22B"
@@ -62,7 +62,7 @@ ROWS = [
 
 
 def record_of(row: Published) -> dict[str, Any]:
-    """Return the fields of Runs of a row: micro-batches of one sequence, ZeRO 1."""
+    """Return a row as fields of Runs, with micro-batches of one sequence and ZeRO 1."""
     sizes, (experts, topk, width), channels, _ = MIXTURES[row.model]
     layers, hidden, _, heads, groups, vocab = sizes
     tp, pp, ep = (row.layout.get(axis, 1) for axis in ("tp", "pp", "ep"))
@@ -79,7 +79,7 @@ def record_of(row: Published) -> dict[str, Any]:
 
 
 def told(rows: list[Published], constants: dict[str, float]) -> list[float]:
-    """Return the model TFLOP/s a GPU that are told of rows; skew is that of a router's rows."""
+    """Return the predicted model TFLOP/s per GPU of rows; rows with forced balance have no skew."""
     found = []
     for row in rows:
         runs: Runs = stacked([record_of(row)])
@@ -90,12 +90,12 @@ def told(rows: list[Published], constants: dict[str, float]) -> list[float]:
 
 
 def fitted(rows: list[Published]) -> dict[str, float]:
-    """Return the constants of a profile with both fitted: least squares of the logarithms."""
+    """Return the profile's constants with both fitted, by least squares of the logarithms."""
     c = dict(profile(PROFILE))
     for name, part in (("dispatch", "fit"), ("expert_skew", "skew")):
         some = [row for row in rows if row.part == part]
         beside = [row for row in rows if row.part == "fit" and part == "skew"]
-        # of a router's row beside the forced one of its model: their ratio
+        # for a row with real routing, the ratio to the forced one of its model
         pairs = [(row, next((b for b in beside if b.model == row.model), None)) for row in some]
 
         def error(value: float, name: str = name, pairs: Any = pairs) -> float:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constants of other programs: what each means, where it may lie, and the profiles that hold them.
+"""Constants of other programs: their meanings, their ranges, and profiles with their values.
 
-A profile is a framework on a device: what the framework does besides the matmuls (FRAMEWORKS, read
-in its source) and a file of benchmarks/planning/fitted with the numbers that benchmarks/plan_fit.py
-fitted on published runs. Weft's own are those of the planner (forecast/planner/constants.py).
+A profile is a framework on a device: the framework's work besides matmuls (FRAMEWORKS, read in its
+source), and a file of benchmarks/planning/fitted with the numbers that benchmarks/plan_fit.py
+fitted on published runs. Weft's own constants are in forecast/planner/constants.py.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ DEVICES = ("a100", "b200", "h100", "h200")
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used: the text names the file, the key and the rule."""
+    """A profile cannot be used. The message names the file, the key and the rule."""
 
 
 class Constant(NamedTuple):
-    """A fitted number: where a fit starts, the range that what is known allows, its meaning."""
+    """A fitted number: its initial value, its plausible range, its meaning."""
 
     start: float
     low: float
@@ -69,14 +69,15 @@ TIME = {
     "jitter": Constant(0.02, 1e-4, 0.1, "share by which each doubling of the nodes slows a step"),
     "matmul.float8": Constant(0.5, 0.2, 0.75, "share of the float8 peak that long matmuls reach"),
 }
-STARTS = {  # starts that a device's file has a measurement of: 230.8 of 300 GB/s
+STARTS = {  # initial values measured on a device: 230.8 of 300 GB/s
     "a100": {"link_share": 0.77},
 }
 FRAMEWORKS: dict[str, dict[str, float]] = {
-    # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
-    # h / tp and of f / tp; of each score of an unfused attention; of each logit. Of each number: to
-    # accumulate a micro-batch's gradient, of the update, sent as gradient, sent as weight. What
-    # backward needs, where it differs from MEMORY: TERMS of predict.py.
+    # Bytes moved by passes over memory. Per token, in bf16: hidden_bytes in units of h (norms,
+    # residuals), inner_bytes of h / tp, ffn_bytes of f / tp; scores_bytes per score of unfused
+    # attention; logit_bytes per logit. Per parameter: accumulate_bytes for a micro-batch's
+    # gradient, update_bytes, and the sent gradient_bytes and parameter_bytes. Memory that differs
+    # from MEMORY: see TERMS of predict.py.
     "nanotron": dict(
         hidden_bytes=20, inner_bytes=20, ffn_bytes=12, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=60, accumulate_bytes=10, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
@@ -103,7 +104,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         logit_bytes=26, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         act_hidden=7, act_ffn=2.5, logit_memory=10, weight_bytes=4,  # gradients in bfloat16
         attention=0.5, attention_ramp=ATTENTION_RAMP["cudnn"],  # cuDNN's: devices/h100.json
-        # where a fit starts: graphs and fused kernels leave few launches
+        # initial values of a fit: with graphs and fused kernels there are few launches
         host_layer=1.5e-3, host_layer_tp=2e-3, matmul=0.72, memory_share=0.85, jitter=0.004,
         **{"matmul.float8": 0.65},
         sum_hidden=0.8, sum_hidden_0=0.8, gather_exposed=0.3, sum_calls=0.1,  # its overlap is on
@@ -118,18 +119,18 @@ MEMORY = {
     "weight_bytes": 6.0, "state_bytes": 12.0, "act_hidden": 11.0, "act_ffn": 3.0, "act_scores": 0.0,
     "logit_memory": 13.0, "work_gib": 1.5,
 }  # fmt: skip
-NANOTRON = {  # what no other program shows: a host that also waits for messages between nodes
+NANOTRON = {  # only nanotron's host also waits for messages between nodes: off for others
     "host_beside": 1e-7, "host_crossing": 1e-7,
 }  # fmt: skip
-OF_DEVICE = ("matmul", "memory_share", "matmul.float8")  # not of a program's own kernels
-SLOWER = {  # factors on a profile's constants: torchtitan's H100s are of 500 W, with 2.4 TB/s
+OF_DEVICE = ("matmul", "memory_share", "matmul.float8")  # do not depend on a program's kernels
+SLOWER = {  # factors of a profile's constants: torchtitan's H100s have 500 W and 2.4 TB/s
     "titan_h100": {"matmul": 0.85, "matmul.float8": 0.85, "attention": 0.85,
                    "memory_share": 2.4 / 3.35},
 }  # fmt: skip
 
 
 def defaults(framework: str, device: str) -> dict[str, float]:
-    """Return the constants with which the fit of a profile starts."""
+    """Return the initial constants for the fit of a profile."""
     fitted = {name: constant.start for name, constant in TIME.items()}
     fitted |= STARTS.get(device, {})
     return {
@@ -143,10 +144,10 @@ def defaults(framework: str, device: str) -> dict[str, float]:
 
 
 def profile(name: str) -> dict[str, float]:
-    """Return a profile's constants, by "framework_device".
+    """Return a profile's constants, by its name "framework_device".
 
-    A framework that was fitted on another device keeps its shares and seconds: only the device's
-    own numbers change. Raises ProfileError where the framework is unknown, or a file is broken.
+    If the framework was only fitted on another device, its fitted shares and seconds are used with
+    the device's own numbers. Raises ProfileError if the framework is unknown or a file is broken.
     """
     framework, _, device = name.rpartition("_")
     if framework == "weft":
@@ -154,7 +155,7 @@ def profile(name: str) -> dict[str, float]:
     if framework not in FRAMEWORKS or device not in DEVICES:
         known = ", ".join(sorted(FRAMEWORKS))
         raise ProfileError(f"{name}: no such profile; frameworks are {known}, with a _device")
-    if framework == "titan":  # nothing to fit on
+    if framework == "titan":  # there are no runs to fit
         path = FOLDER / f"{'fsdp_a100' if device == 'a100' else 'nemo_h100'}.json"
         fitted = {key: read_fitted(path)[key] for key in OF_DEVICE}
         fitted |= {key: (defaults(framework, device) | fitted)[key] * by
@@ -167,7 +168,7 @@ def profile(name: str) -> dict[str, float]:
 
 
 def read_fitted(path: Path) -> dict[str, float]:
-    """Return a file's constants. Raises ProfileError where a key or a value is none."""
+    """Return a file's constants. Raises ProfileError for an unknown key or a wrong value."""
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("constants"), dict):
         raise ProfileError(f"{path}: must be an object with constants")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the odds that a run of nanotron on the Playbook's cluster stalls, or that it crashes.
+"""Estimate the odds that a run of nanotron on the Playbook's cluster stalls, or that it crashes.
 
-They are fitted on the runs of that table (benchmarks/plan_fit.py) and hold for that cluster only.
-They are reported beside the time of a run and are no part of it.
+They are fitted on the runs of that table (benchmarks/plan_fit.py) and hold only for that cluster.
+They are reported beside the time of a run and are not part of it.
 
-Some runs of the table stall: each message between stages then takes about a quarter of a second. On
-the branch `nouamane/bench2` of nanotron a rank that sends or receives the sizes of a tensor sleeps
-0.1 s at a time until it is done. No column of the table names the version of a run.
+Some runs of the table stall: each message between stages takes about a quarter of a second. On the
+branch `nouamane/bench2` of nanotron a rank that sends or receives the sizes of a tensor polls with
+sleeps of 0.1 s. The table has no column with the version of a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from training.files.untrusted import read_json
 
 PROFILE = "nanotron_h100"
 FITTED = Path(__file__).with_name(f"odds_{PROFILE}.json")
-NEAR = 0.7 * 80 * 2**30  # bytes, without fragments, with which a GPU of 80 GiB is nearly full
+NEAR = 0.7 * 80 * 2**30  # bytes, without fragmentation, from which a GPU of 80 GiB is nearly full
 STALL = {  # log odds of a stall
     "stall_base": "one node",
     "stall_nodes": "more for each 16 nodes",
@@ -33,14 +33,14 @@ STALL = {  # log odds of a stall
     "stall_near": "more in a pipeline whose first rank is nearly full",
 }
 MESSAGE, TENSOR, SUM = 0.25, 0.7, 0.8  # seconds of a stall: stall_seconds
-CRASH = {  # each reason strikes alone: a share of the runs that the others spare
+CRASH = {  # reasons are independent: each applies to the runs that survive the others
     "crash_base": "share of the runs that crash for no known reason",
     "crash_memory": "log odds for each e-fold of predicted memory over a GPU's",
     "crash_middle": "log of the share of a GPU's memory, as predicted, at which half of them crash",
     "crash_idle": "share, where a pipeline rank has nothing to do",
     "crash_stall": "share, where a run stalls for certain",
 }
-START = {  # where a fit starts
+START = {  # initial values of a fit
     **dict.fromkeys(STALL, 0.0), "stall_base": -8.0,
     "crash_base": 0.05, "crash_memory": 12.0, "crash_middle": 0.0, "crash_idle": 0.98,
     "crash_stall": 0.5,
@@ -55,10 +55,10 @@ def fitted() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Beside:
-    """What is reported beside the times of runs.
+    """The odds that are reported beside the times of runs.
 
-    stall: share of such runs that stall; then a step takes `seconds` more. crash: share of such
-    runs that crash.
+    stall: probability of a stall, which prolongs a step by `seconds`. crash: probability of a
+    crash.
     """
 
     stall: Array
@@ -67,14 +67,14 @@ class Beside:
 
 
 def beside(rows: Sequence[Row], c: Constants, gib: Array) -> Beside:
-    """Return what is reported beside rows of the Playbook's table. gib: as the planner predicts."""
+    """Return the odds of rows of the Playbook's table. gib: memory as predicted."""
     r = stacked([row.record for row in rows])
     limit = np.array([row.limit for row in rows])
     return Beside(stall_odds(c, r), stall_seconds(r), crash_odds(c, r, gib, limit))
 
 
 def stall_features(r: Runs) -> Array:
-    """Return [runs, features]: what each constant of STALL is multiplied with."""
+    """Return [runs, features]: the factors of the constants of STALL."""
     pipeline = r.pp > 1
     hooks = (r.zero == 0) & (r.dp > 1)
     crossing = np.maximum(0.0, np.ceil(r.tp / r.node) - 1) * pipeline
@@ -87,7 +87,7 @@ def stall_features(r: Runs) -> Array:
 
 
 def first_bytes(r: Runs) -> Array:
-    """Return about the bytes of the first pipeline rank, without fragments."""
+    """Return roughly the bytes of the first pipeline rank, without fragmentation."""
     layers = r.by_rank(r.cut)[:, 0]
     numbers = (layers * r.layer_weights + r.vocab * r.hidden) / r.tp
     kept = numbers * (8 + 12 / np.where(r.zero > 0, r.dp, 1))
@@ -97,15 +97,15 @@ def first_bytes(r: Runs) -> Array:
 
 
 def stall_odds(c: Constants, r: Runs) -> Array:
-    """Return the share of runs like these that stall; none on one node."""
+    """Return the probability that each run stalls; 0 on one node."""
     log_odds = stall_features(r) @ np.array([c[name] for name in STALL])
     return np.where(r.nodes > 1, 1 / (1 + np.exp(-log_odds)), 0.0)
 
 
 def stall_seconds(r: Runs) -> Array:
-    """Return the seconds that a step of a run that stalls takes more.
+    """Return the seconds by which a stall prolongs a step.
 
-    The most of: MESSAGE for each message between stages, TENSOR for each micro-batch whose tp
+    It is the largest of: MESSAGE for each message between stages, TENSOR for each micro-batch if tp
     crosses nodes, SUM for the sum of gradients.
     """
     neighbours = np.where(r.pp > 2, 2.0, r.pp - 1)
@@ -115,7 +115,7 @@ def stall_seconds(r: Runs) -> Array:
 
 
 def crash_odds(c: Constants, r: Runs, gib: Array, limit: Array) -> Array:
-    """Return the share of such runs that crash. gib: of the fullest rank; limit: a GPU's."""
+    """Return the probability that each run crashes. gib: of the fullest rank; limit: of a GPU."""
     over = c["crash_memory"] * (np.log(gib / limit) - c["crash_middle"])
     memory = 1 / (1 + np.exp(-np.clip(over, -60, 60)))
     spared = (1 - c["crash_base"]) * (1 - memory) * (1 - c["crash_idle"] * r.idle)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published runs of other programs, larger models and clusters, in the form of the table of several
-sources (benchmarks/planning/published.py), each with what was done with it.
+"""Published runs of other programs, larger models and clusters, and how each source was used.
+
+They are in the format of the table of several sources (benchmarks/planning/published.py).
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ USES = {
 
 
 class Source(NamedTuple):
-    """A published table. where: who published it. use: of USES."""
+    """A published table. where: its publication. use: a key of USES."""
 
     where: str
     use: str
@@ -148,7 +149,7 @@ titan_H200,titan,LLAMA3_8B,H200,64,fp8,1,1,1,1,3,2,128,8192,,1,,10753
 """
 
 
-DGXC = (  # model, precision, tp, pp, v; then GPUs, batch, seconds, and layers where not the model's
+DGXC = (  # model, precision, tp, pp, v; then GPUs, batch, seconds, and layers if not the model's
     ("LLAMA3_8B", "bf16", 1, 1, 1, "8 128 12.91, 16 256 13.00, 32 512 13.05, 64 1024 13.08, "
      "128 2048 13.10"),
     ("LLAMA3_8B", "fp8", 1, 1, 1, "8 128 9.67, 16 256 9.73, 32 512 9.75, 64 1024 9.80, "
@@ -212,7 +213,7 @@ def dgxc() -> list[str]:
 
 
 def runs(folder: Path) -> list[tuple[Row, dict[str, str]]]:
-    """Return every run and its line of a CSV: of lines(), written into a folder, and of BLIND."""
+    """Return each run of lines(), written into a folder, and of BLIND, with its line of the CSV."""
     path = folder / "runs.csv"
     path.write_text("\n".join(lines()) + "\n", encoding="utf-8")
     found: list[tuple[Row, dict[str, str]]] = []
@@ -223,5 +224,5 @@ def runs(folder: Path) -> list[tuple[Row, dict[str, str]]]:
 
 
 def fitted(folder: Path) -> list[Row]:
-    """Return the runs that constants are fitted on."""
+    """Return the runs on which constants are fitted."""
     return [row for row, line in runs(folder) if SOURCES[line["source"]].use == FITTED]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict every row of a CSV of published runs: step time, rate, memory, whether it fits.
 
-The time is that of a run alone (step_time.py) and the memory is computed from sizes: what each rank
-keeps, and what it has in flight. Waits of a cluster, and why runs of other programs crash, are not
-part of it. Layouts of this repository have --dry-run's memory instead (rank_bytes.py).
+The time is that of an undisturbed run (step_time.py). The memory is computed from sizes: states and
+activations in flight of each rank. Stalls of a cluster and crashes of other programs are not
+predicted. Layouts of this repository have --dry-run's memory instead (rank_bytes.py).
 """
 
 import csv
@@ -26,8 +26,8 @@ COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
     "predicted_reason",
 )  # fmt: skip
-POOL = 0.9  # share of a GPU's memory that a run can count on: the allocator's pool breaks up
-TERMS = {  # each times its constant is a part of a rank's memory
+POOL = 0.9  # share of a GPU's memory available to a run: the rest is lost to fragmentation
+TERMS = {  # constants whose products with `terms` add up to a rank's memory
     "weight_bytes": "bytes of a number that every data-parallel rank keeps below ZeRO stage 3",
     "state_bytes": "bytes of a number that ZeRO shares",
     "act_hidden": "values of 2 bytes that a layer saves for backward, in units of h / tp a token",
@@ -39,7 +39,7 @@ TERMS = {  # each times its constant is a part of a rank's memory
 
 
 def terms(r: Runs) -> Array:
-    """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1."""
+    """Return [runs, pipeline ranks, TERMS]: GiB of each term if its constant is 1."""
     layers = r.by_rank(r.cut)
     number = np.arange(layers.shape[1])[None, :]
     pp, tp = r.pp[:, None], r.tp[:, None]
@@ -62,7 +62,7 @@ def terms(r: Runs) -> Array:
     twice = r.schedule[:, None] == SCHEDULES.index("zb-2p")
     waiting = np.where(twice, np.minimum(2 * waiting, r.micro_batches[:, None]), waiting)
     again = r.recompute[:, None] > 0
-    flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are all stored
+    flight = np.where(again, 1.0, layers * waiting)  # number of layers with all activations stored
     rows = 2 * t * h
     inputs = np.where(again, rows / np.where(r.sequence_parallel[:, None] > 0, tp, 1), 0.0)
     one = np.ones_like(numbers)
@@ -77,17 +77,17 @@ def terms(r: Runs) -> Array:
 
 
 def memory(c: Mapping[str, float], r: Runs) -> Array:
-    """Return the GiB of each run's fullest rank, at a step's fullest moment."""
+    """Return the peak GiB of each run's fullest rank."""
     return np.asarray((terms(r) @ np.array([c[name] for name in TERMS])).max(1))
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What is predicted of rows, in their order.
+    """Predictions for rows, in their order.
 
-    seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank. fits: that this is
-    at most POOL of a GPU's, and that no pipeline rank is idle. mfu: of the bfloat16 peak, attention
-    counted as the run computes it.
+    seconds: of a step. rate: tokens per second and GPU. gib: of the fullest rank. fits: whether gib
+    is at most POOL of a GPU's and no pipeline rank is idle. mfu: of the bfloat16 peak, with
+    attention counted as computed.
     """
 
     seconds: Array
@@ -103,7 +103,7 @@ KINDS = tuple(field.name for field in fields(Predictions))
 def predict(
     rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | None = None
 ) -> Predictions:
-    """Return predictions. constants: of profiles by name, instead of benchmarks/planning/fitted."""
+    """Return predictions. constants: by profile, instead of those of benchmarks/planning/fitted."""
     values = {name: np.zeros(len(rows)) for name in KINDS}
     for name in dict.fromkeys(row.profile for row in rows):
         c = (constants or {}).get(name) or profile(name)
@@ -121,9 +121,9 @@ def predict(
 
 
 def write(path: Path, table: Table, predictions: Predictions) -> None:
-    """Write the table's lines, each with COLUMNS at its end.
+    """Write the table's lines, with COLUMNS appended.
 
-    A line that is no run, or whose numbers give no finite prediction, has a reason instead.
+    Lines that are not runs, or have no finite prediction, have a reason instead.
     """
     found = dict(zip(table.places, range(len(table.rows)), strict=True))
     text = io.StringIO(newline="")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read published runs from CSV: three formats, recognised by their header.
 
-The formats are those of the Ultra-Scale Playbook's table, of vTrain's data, and of a table with a
-row for each run of several sources. Rows may leave out what other columns or a model's name give.
+The formats are those of the Ultra-Scale Playbook's table, of vTrain's data, and of a table of runs
+from several sources. Rows may leave out values that follow from other columns or a model's name.
 """
 
 import csv
@@ -20,7 +20,7 @@ from forecast.planner.runs import even_cut
 from mpu.layers.float8.cuda import lacks
 from training.files.untrusted import read_plain
 
-LARGEST = 1 << 28  # bytes of a CSV
+LARGEST = 1 << 28  # most bytes of a CSV
 PLAYBOOK = {  # layers, hidden, heads, ffn: the table's own FLOPs confirm them to 1 %
     "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192),
     "8B": (32, 4096, 32, 14336), "80B": (80, 8192, 64, 28672),
@@ -29,13 +29,13 @@ LLAMA = {  # other sizes by name: the Llama papers
     "7B": (32, 4096, 32, 11008), "13B": (40, 5120, 40, 13824), "33B": (60, 6656, 52, 17920),
     "65B": (80, 8192, 64, 22016), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248),
 }  # fmt: skip
-PLAYBOOK_UNTIED = 10_000  # an MLP from which nanotron's scaling script unties the output layer
+PLAYBOOK_UNTIED = 10_000  # ffn size from which nanotron's scaling script unties the output layer
 PLAYBOOK_NODE, PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE = 8, 131072, 4096
-GPT_VOCABULARY = 50304  # GPT-2's 50,257, padded: vTrain's, and where a table names none
+GPT_VOCABULARY = 50304  # GPT-2's 50,257, padded: vTrain's, and the default of other tables
 GIB = 2.0**30
-MOST = 1 << 30  # of a count
-DEEPEST = 4096  # stages of a pipeline
-NAMED = {  # layers, hidden, heads, kv heads, ffn, vocabulary: where a row names a model alone
+MOST = 1 << 30  # largest count
+DEEPEST = 4096  # most stages of a pipeline
+NAMED = {  # layers, hidden, heads, kv heads, ffn, vocabulary: for rows with only a model's name
     "llama3-8b": (32, 4096, 32, 8, 14336, 128256), "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
     "llama3-405b": (126, 16384, 128, 8, 53248, 128256),
     "llama2-7b": (32, 4096, 32, 32, 11008, 32000), "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
@@ -43,8 +43,8 @@ NAMED = {  # layers, hidden, heads, kv heads, ffn, vocabulary: where a row names
     "gpt3-175b": (96, 12288, 96, 96, 49152, 51200),
 }  # fmt: skip
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-2p"}
-NETWORK = {"h100": 400.0, "h200": 400.0, "a100": 200.0, "b200": 400.0}  # Gb/s a GPU, the default
-DEVICES = {  # what a row calls a GPU: the device file, GPUs that NVLink joins, GB of memory
+NETWORK = {"h100": 400.0, "h200": 400.0, "a100": 200.0, "b200": 400.0}  # default Gb/s per GPU
+DEVICES = {  # name of a GPU in a row: device file, GPUs joined by NVLink, GB of memory
     "gb300": ("b200", 72, 288.0), "gb200": ("b200", 72, 186.0), "b300": ("b200", 8, 288.0),
     "b200": ("b200", 8, 180.0), "gh200": ("h200", 1, 96.0), "h200": ("h200", 8, 141.0),
     "h100": ("h100", 8, 80.0), "h800": ("h100", 8, 80.0), "a100": ("a100", 8, 80.0),
@@ -55,23 +55,23 @@ HALF = r"(amp)?(bf16|bfloat16|fp16|float16|half|16)(mixed|amp|true)?"
 FLOAT8 = (
     r"(amp|te)?(mx)?(fp8|float8)(cs|ds|mx|delayed|currentscaling|tensorwise|rowwise|hybrid|e4m3)?"
 )
-TITAN_AGAIN = 0.4  # torchtitan's default: every second matmul of a layer runs again
+TITAN_AGAIN = 0.4  # torchtitan's default: every second matmul of a layer is recomputed
 
 
 class RowError(ValueError):
-    """A row that cannot be read: the text names the file, the line, the column and the value."""
+    """A row cannot be read. The message names the file, the line, the column and the value."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a CSV, read by column."""
+    """A line of a CSV, with its values by column."""
 
     file: str
     number: int
     values: dict[str, str]
 
     def wrong(self, column: str, rule: str) -> RowError:
-        """Return the error of a column: its value and the rule."""
+        """Return the error for a column, with its value and the rule."""
         value = self.values.get(column)
         return RowError(f"{self.file}, line {self.number}, {column}: {value!r} {rule}")
 
@@ -80,7 +80,7 @@ class Line:
         return "" if value.lower() in ("nan", "none", "-", "na", "n/a") else value
 
     def number_of(self, column: str, default: float = math.nan) -> float:
-        """Return a column's number, or the default where it is empty. Raises RowError."""
+        """Return a column's number, or the default if it is empty. Raises RowError."""
         value = self.text(column)
         if not value:
             return default
@@ -93,21 +93,21 @@ class Line:
         return number
 
     def measured(self, column: str, default: float = math.nan) -> float:
-        """Return a measured number: NaN where it is none, as no prediction needs it."""
+        """Return a measured number; NaN if it is wrong, as no prediction needs it."""
         try:
             return self.number_of(column, default)
         except RowError:
             return math.nan
 
     def deep(self, column: str, default: float = math.nan) -> int:
-        """Return a pipeline's ranks. Raises RowError, also where there are more than DEEPEST."""
+        """Return a number of pipeline ranks. Raises RowError, also for more than DEEPEST."""
         stages = self.count(column, default)
         if stages > DEEPEST:
             raise self.wrong(column, f"must be at most {DEEPEST:,}")
         return stages
 
     def count(self, column: str, default: float = math.nan) -> int:
-        """Return a column's whole number of at least 1. Raises RowError, also where it is empty."""
+        """Return a column's whole number of at least 1. Raises RowError, also if it is missing."""
         number = self.number_of(column, default)
         if math.isnan(number):
             raise self.wrong(column, "is needed, and the other columns do not tell it")
@@ -122,10 +122,10 @@ class Line:
 class Row:
     """A published run.
 
-    source: the table. profile: the framework and device whose constants predict it. group: runs
-    that a fold keeps together. record: the fields of Runs. filled: share of the micro-batches'
-    sequences that the batch fills. limit: GiB of a GPU. Measured: seconds of a step and GiB of
-    memory, NaN where there is none; crashed.
+    source: the table. profile: the framework and device whose constants predict it. group: runs of
+    a group stay in the same fold. record: the fields of Runs. limit: GiB of a GPU. filled: the
+    batch's sequences as a share of the micro-batches'. Measured: seconds of a step and GiB of
+    memory (NaN: unknown), crashed.
     """
 
     source: str
@@ -142,9 +142,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV as it was read: its columns, its lines, and the runs that they describe.
+    """The content of a CSV: its columns, its lines, and the runs described by these.
 
-    places: the line of each run, counted from 0. reasons: by line, why it is no run.
+    places: line of each run, from 0. reasons: why other lines are not runs, by line.
     """
 
     columns: list[str]
@@ -155,7 +155,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return a CSV's runs. Raises RowError where the file or its header cannot be read."""
+    """Return a CSV's runs. Raises RowError if the file or its header cannot be read."""
     try:
         text = read_plain(path, LARGEST).decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=""), restval="")
@@ -183,7 +183,7 @@ def read_table(path: Path) -> Table:
 
 
 def _plain(column: str) -> str:
-    """Return a column's name as the readers ask for it: small letters, single blanks."""
+    """Return a column's name as the readers use it: lower case, single blanks."""
     return " ".join(column.lower().split())
 
 
@@ -205,10 +205,10 @@ def _format(path: Path, columns: Sequence[str]) -> Callable[[Line], Row]:
 def playbook_cut(
     layers: int, hidden: int, ffn: int, vocab: int, pp: int
 ) -> tuple[list[int], int, bool]:
-    """Return nanotron's layers a stage, the stage of the output layer, and whether one is idle.
+    """Return nanotron's layers per stage, the stage of the output layer, and whether one is idle.
 
-    A block goes to the next rank once the cost so far exceeds the rank's share; the head costs too
-    (nanotron, src/nanotron/models/base.py). The blocks: embedding, layers, norm, head, cast, loss.
+    Blocks go to the next rank once the total cost exceeds the rank's share; the head has a cost,
+    too (nanotron, src/nanotron/models/base.py). Blocks: embedding, layers, norm, head, cast, loss.
     """
     layer = 4 * hidden**2 + 3 * hidden * ffn
     blocks = [0, *[layer] * layers, 0, vocab * hidden, 0, 0]
@@ -228,7 +228,7 @@ def playbook_cut(
 def _record(
     *, layers: int, heads: int, tp: int, pp: int, cut: list[int], **more: Any
 ) -> dict[str, Any]:
-    """Return the fields of Runs: those given, and what most tables leave out."""
+    """Return the fields of Runs: the given ones, and defaults that most tables leave out."""
     plain = {
         "kv_heads": heads, "cp": 1, "virtual": 1, "causal": 1, "recompute": 0, "float8": 0,
         "schedule": 0, "head": len(cut) - 1, "idle": layers < pp,
@@ -309,7 +309,7 @@ def _vtrain(line: Line) -> Row:
 
 
 def _float8(line: Line, device: str) -> bool:
-    """Return whether a row's matmuls are in float8. Raises RowError where their rate is unknown."""
+    """Return whether a row's matmuls are in float8. Raises RowError if their rate is unknown."""
     name = re.sub(r"[^a-z0-9]", "", line.text("precision").lower())
     if not name or re.fullmatch(HALF, name):
         return False
@@ -328,7 +328,7 @@ def _float8(line: Line, device: str) -> bool:
 
 
 def _recompute(line: Line, framework: str) -> tuple[float, bool]:
-    """Return the share of a layer's forward that runs again, and whether attention alone does."""
+    """Return the recomputed share of a layer's forward, and whether only attention is."""
     name = line.text("recompute").lower()
     if framework == "titan" and (not name or name.startswith("selective")):
         return TITAN_AGAIN, False
@@ -342,23 +342,23 @@ def _recompute(line: Line, framework: str) -> tuple[float, bool]:
 
 
 def _device(line: Line) -> tuple[str, int, float]:
-    """Return a row's device file, the GPUs that NVLink joins, and GB. Raises RowError."""
+    """Return a row's device file, its GPUs joined by NVLink, and GB. Raises RowError."""
     name = line.text("gpu").lower()
     word = re.search(rf"(?:^|[^a-z0-9]|x)({'|'.join(DEVICES)})(?![0-9])", name)
-    if word and not re.search(r"pcie|nvl(?!72)", name):  # their clocks and links are others
+    if word and not re.search(r"pcie|nvl(?!72)", name):  # these have other clocks and links
         return DEVICES[word[1]]
     known = ", ".join(key.upper() for key in DEVICES)
     raise line.wrong("gpu", f"is no known device; known are {known}")
 
 
 def _framework(line: Line, device: str) -> str:
-    """Return the profile whose program is nearest to the one that a row names."""
+    """Return the framework of FRAMEWORKS that is closest to a row's."""
     name = line.text("framework").lower()
     if "titan" in name:
         return "titan"
     if "fsdp" in name:
         return "fsdp"
-    if name == "megatron fork":  # of the tables of zero-bubble schedules
+    if name == "megatron fork":  # tables of zero-bubble schedules
         return "megatron"
     if device == "a100" and "nemo" not in name:
         return "megatron-deepspeed"
@@ -366,7 +366,7 @@ def _framework(line: Line, device: str) -> str:
 
 
 def _named(line: Line) -> tuple[int, ...] | None:
-    """Return the sizes of a model that is known by its name alone."""
+    """Return the sizes of a model by its name, or None if it is unknown."""
     name = re.sub(r"[^a-z0-9]+", "", line.text("model").lower()).replace("llama31", "llama3")
     for known, sizes in NAMED.items():
         if known.replace("-", "") in name:
@@ -398,7 +398,7 @@ def _several(line: Line) -> Row:
         virtual = max(1, layers // pp)
     virtual = min(virtual, max(1, layers // pp))
     cut = even_cut(layers, pp * virtual)
-    if named and virtual == 1 and pp > 1 and layers % pp:  # those models' ends are a layer shorter
+    if named and virtual == 1 and pp > 1 and layers % pp:  # their end stages have a layer less
         cut = even_cut(layers + 2, pp)
         cut[0], cut[-1] = cut[0] - 1, cut[-1] - 1
     float8 = _float8(line, device)

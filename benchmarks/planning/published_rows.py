@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published runs as steps that the rehearsal's clock times: sizes, layout, recipe and seconds.
+"""Published runs as inputs of the rehearsal's clock: sizes, layout, recipe and seconds of a step.
 
-benchmarks/planning/published.py reads them. What a program does is in RECIPES, once.
+benchmarks/planning/published.py reads them. RECIPES describes each program once.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from forecast.device_file import Device, read_device
 from forecast.planner.pipeline import SCHEDULES
 
 BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
-HOST_SECONDS = Path(__file__).parent.parent / "host_seconds.json"  # fitted: fit_device.py
-UNKNOWN_HOST = 3e-4  # seconds a layer of a program that nothing was fitted on
+HOST_SECONDS = Path(__file__).parent.parent / "host_seconds.json"  # fitted by fit_device.py
+UNKNOWN_HOST = 3e-4  # host seconds per layer of a program without a fit
 TABLES = {  # name of the source and of its groups, recipe, dtype
     "ultrascale": ("playbook", "nanotron", "bfloat16"),
     "vtrain": ("vtrain", "megatron-deepspeed", "float16"),
@@ -61,11 +61,10 @@ RECIPES = {
 
 
 class Run(NamedTuple):
-    """A published run. group: runs that a fold keeps together.
+    """A published run. group: runs of a group stay in the same fold.
 
-    seconds: of a step, as published. network: bytes a second of a GPU's network card.
-    filled: share of the micro-batches' sequences that the batch has. memory_bandwidth: 0 as the
-    device file says.
+    seconds: of a step, as published. network: bytes per second of a GPU's network card. filled: the
+    batch's sequences as a share of the micro-batches'. memory_bandwidth: 0: the device file's.
     """
 
     source: str
@@ -88,14 +87,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Left:
-    """A row that is not predicted, and why."""
+    """A row that is not predicted, and the reason."""
 
     name: str
     why: str
 
 
 def read_runs(folder: Path) -> tuple[list[Run], list[Left]]:
-    """Return the runs of every CSV of a folder, and the rows left out."""
+    """Return the runs of every CSV in a folder, and the rows left out."""
     runs: list[Run] = []
     left: list[Left] = []
     for path in sorted(folder.glob("*.csv")):
@@ -111,7 +110,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[Left]]:
 
 
 def _run(name: str, row: Row, line: dict[str, str]) -> Run | Left:
-    """Return a row as a run, or why it is none."""
+    """Return a row as a run, or as one left out."""
     r = row.record
     schedule, virtual = SCHEDULES[r["schedule"]], r["virtual"]
     if row.crashed:
@@ -143,7 +142,7 @@ def _run(name: str, row: Row, line: dict[str, str]) -> Run | Left:
 
 
 def device_of(run: Run, device: Device) -> Device:
-    """Return the device with the memory and the network that the run had."""
+    """Return the device with the run's memory bandwidth and network."""
     if run.memory_bandwidth:
         device = device.changed(bandwidth=run.memory_bandwidth)
     outer = replace(device.levels[-1], bandwidth=run.network)
@@ -151,14 +150,14 @@ def device_of(run: Run, device: Device) -> Device:
 
 
 def predicted(run: Run, device: Device, host: dict[str, float]) -> float:
-    """Return the predicted seconds of a run's step; host: seconds a layer of each framework."""
+    """Return the predicted seconds of a run's step. host: seconds per layer, by framework."""
     recipe = replace(run.recipe, host_seconds=host.get(run.recipe.name, UNKNOWN_HOST))
     clock = StepClock(run.model, run.layout, recipe, device_of(run, device), run.cut)
     return sum(clock.step().values()) * run.filled
 
 
 def mfu_of(run: Run) -> float:
-    """Return the measured MFU: 6 FLOPs a weight and token, attention counted whole."""
+    """Return the measured MFU: 6 FLOPs per weight and token, attention without a causal mask."""
     model = run.model
     weights = model.layers * model.layer_parameters + model.vocab * model.hidden
     flops = 6 * weights + 12 * model.layers * model.hidden * model.sequence

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the record of a step from a model's sizes, and time it with the rehearsal's clock.
 
-A published run of another program has no record. This writes one: the kernels and collectives that
-a rehearsal counts, by formula. They run through the clock, roofline, links and pipeline simulation
-that time a rehearsal, so that their numbers can be fitted (benchmarks/fit_device.py) and checked
-(benchmarks/predict_published.py). A Recipe says what a program does around the matmuls.
+A published run of another program has no record. This module writes one by formulas: the kernels
+and collectives that a rehearsal would record. They are timed by the clock, roofline, links and
+pipeline simulation of the rehearsal, so that these models can be fitted (benchmarks/fit_device.py)
+and checked (benchmarks/predict_published.py). A Recipe describes a program's work other than
+matmuls.
 
 T tokens of a micro-batch, h hidden, f ffn, t tp ranks, V vocabulary; [m, n, k] a matmul
 """
@@ -34,7 +35,7 @@ SILENT = Transfer(
     shape=(), stream=0, origin=COMPUTE, read=(), written=(), batch=-1, label="", where=NOWHERE,
     urgent=True,  # assumed: these programs set CUDA_DEVICE_MAX_CONNECTIONS=1, or wait for it
 )  # fmt: skip
-FEW, MORE = 2, 4  # layers of the records from which a stage of any number of layers is told
+FEW, MORE = 2, 4  # layers of the records from which stages with more layers are extrapolated
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is cut: ranks with tp fastest, then dp, then pp. recompute: "none" or "full"."""
+    """The layout of a run: tp varies fastest, then dp, then pp. recompute: "none" or "full"."""
 
     tp: int
     dp: int
@@ -91,10 +92,11 @@ class Layout:
 
 
 class Passes(NamedTuple):
-    """Kernels that only move memory: launches, and bytes for each token.
+    """Kernels that only move memory: launches, and bytes per token.
 
-    hidden: in units of 2 h bytes, of the rank's tokens (T / t under sequence parallelism). inner:
-    of 2 (h / t). ffn: of 2 (f / t). scores: of 2 (heads / t) sequence, unfused attention's.
+    hidden: in units of 2 h bytes, for the rank's own tokens (T / t with sequence parallelism).
+    inner: of 2 (h / t). ffn: of 2 (f / t). scores: of 2 (heads / t) sequence, for unfused
+    attention.
     """
 
     launches: int
@@ -106,16 +108,16 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a framework does around the matmuls: data about it, the same for all of its runs.
+    """A framework's work other than matmuls, the same for all of its runs.
 
-    attention: "flash", "cudnn" or "unfused". causal: its fused attention skips what is masked.
-    logit_bytes: forward and backward traffic of each logit after its matmul; logit_launches: of
-    both. accumulate_bytes: a parameter and micro-batch, to add its gradient to the main one;
-    update_bytes: a parameter, clip and optimizer. update_launches: for each weight tensor.
-    gradient_bytes, parameter_bytes: of a number sent. overlap_gradients: under the last backward.
-    overlap_tp: a backward's reduce-scatter runs under its weight gradient. message_syncs: times
-    that the host waits for each message. host_seconds: of a layer's forward, and of its backward,
-    beside its launches. float8_bytes: of casts and transposes, an element of an operand.
+    attention: "flash", "cudnn" or "unfused". causal: fused attention skips masked blocks.
+    logit_bytes: traffic per logit after its matmul, in forward and backward; logit_launches: in
+    each of them. accumulate_bytes: per parameter and micro-batch, to add to the main gradient.
+    update_bytes: per parameter, for clip and optimizer. update_launches: per weight tensor.
+    gradient_bytes, parameter_bytes: per sent element. overlap_gradients: sums overlap the last
+    backward. overlap_tp: a backward's reduce-scatter overlaps its weight gradient. message_syncs:
+    host waits per message. host_seconds: per forward and per backward of a layer, in addition to
+    launches. float8_bytes: of casts and transposes, per element of an operand.
     """
 
     name: str
@@ -153,11 +155,11 @@ class Writer:
 
     @property
     def own_tokens(self) -> float:
-        """Return the tokens that norms and residuals of this rank see."""
+        """Return the number of tokens in norms and residuals of this rank."""
         return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
 
     def matmul(self, m: int, n: int, k: int, batch: int = 1, low: bool = True) -> None:
-        """Write a matmul; low: it may be in float8."""
+        """Write a matmul. low: whether it may be in float8."""
         dtype = self.layout.dtype
         if dtype.startswith("float8"):
             if low:
@@ -187,7 +189,7 @@ class Writer:
         self.memory(passes.launches, moved + self.tokens * (a_token + scores))
 
     def transfer(self, verb: str, sent: float, axis: str = "tp", wait: bool = True) -> int:
-        """Write a collective of so many bytes of input; wait: nothing runs beside it."""
+        """Write a collective with `sent` bytes of input. wait: wait for it at once."""
         tp = axis == "tp"
         group = self.layout.tp_group if tp else self.layout.dp_group
         if len(group) == 1:
@@ -227,20 +229,20 @@ class Writer:
         self.launch(op, "bfloat16", moved, flops)
 
     def enter(self) -> None:
-        """Write what makes the input of a column-parallel matmul whole."""
+        """Write the all-gather of a column-parallel matmul's input, with sequence parallelism."""
         if self.layout.sequence_parallel:
             self.transfer("all_gather", 2 * self.tokens * self.model.hidden / self.layout.tp)
 
     def leave(self) -> None:
-        """Write what sums the output of a row-parallel matmul."""
+        """Write the collective that sums the output of a row-parallel matmul."""
         whole = 2 * self.tokens * self.model.hidden
         self.transfer("reduce_scatter" if self.layout.sequence_parallel else "all_reduce", whole)
 
     def column_backward(self, out: int, inside: int) -> None:
-        """Write dgrad, its sum and wgrad of [tokens, inside] x [inside, out / t]."""
+        """Write dgrad, its sum, and wgrad of [tokens, inside] x [inside, out / t]."""
         t, whole = self.layout.tp, 2 * self.tokens * self.model.hidden
         gathered = -1
-        if self.layout.sequence_parallel:  # the input again
+        if self.layout.sequence_parallel:  # gather the input again
             gathered = self.transfer("all_gather", whole / t, wait=not self.recipe.overlap_tp)
         self.matmul(self.tokens, inside, out // t)
         verb = "reduce_scatter" if self.layout.sequence_parallel else "all_reduce"
@@ -298,12 +300,12 @@ class Writer:
             self.transfer("reduce_scatter", sent, "dp", wait=False)
 
     def gather(self) -> int:
-        """Write the gather of the next layer's weights, which runs under this one."""
+        """Write the gather of the next layer's weights, which overlaps this layer."""
         sent = self.model.layer_parameters * self.recipe.parameter_bytes / self.layout.dp
         return self.transfer("all_gather", sent, "dp", wait=False)
 
     def head(self, backward: bool) -> None:
-        """Write the output layer and the loss; the vocabulary is cut over tp."""
+        """Write the output layer and the loss; the vocabulary is sharded over tp."""
         model, t, tokens, recipe = self.model, self.layout.tp, self.tokens, self.recipe
         own = model.vocab // t
         if not backward:
@@ -329,7 +331,7 @@ class Writer:
 
 
 def stage(writer: Writer, kind: str, layers: int, first: bool, last: bool) -> Iterator[Event]:
-    """Yield the events of F or B of a stage with so many layers."""
+    """Yield the events of F or B of a stage with `layers` layers."""
     backward = kind == "B"
     if first and not backward:
         writer.embedding(False)
@@ -357,7 +359,7 @@ class StepClock:
         self.device, self.cut = device, cut
         self.layer_seconds: dict[tuple[str, bool, bool, int], float] = {}
         self.kernels: dict[tuple[object, ...], Kernel] = {}
-        self.known: dict[tuple[object, ...], float] = {}  # seconds of transfers, and beside them
+        self.known: dict[tuple[object, ...], float] = {}  # transfers, and matmuls that overlap them
 
     def record_seconds(self, kind: str, first: bool, last: bool, layers: int) -> float:
         key = (kind, first, last, layers)
@@ -372,7 +374,7 @@ class StepClock:
         return self.layer_seconds[key]
 
     def stage_seconds(self, kind: str, number: int) -> float:
-        """Return the seconds of F or B of a stage: a layer more costs the same each time."""
+        """Return the seconds of F or B of a stage; they are linear in its layers."""
         layers, last = self.cut[number], number == len(self.cut) - 1
         first = number == 0
         if layers <= MORE:
@@ -382,7 +384,7 @@ class StepClock:
         return few + (layers - FEW) * (more - few) / (MORE - FEW)
 
     def parameters(self, rank: int) -> float:
-        """Return the parameters of a pipeline rank."""
+        """Return the number of parameters of a pipeline rank."""
         model, t = self.model, self.layout.tp
         ends = 0.0
         own = self.own_stages(rank)
@@ -402,7 +404,7 @@ class StepClock:
         return schedules.build(name, layout.pp, layout.micro_batches, layout.virtual)
 
     def message(self) -> float:
-        """Return the seconds of an activation between stages, with its host waits."""
+        """Return the seconds of an activation's message between stages, with its host waits."""
         layout, device = self.layout, self.device
         tokens = layout.micro_batch * self.model.sequence
         sent = 2 * tokens * self.model.hidden / (layout.tp if layout.sequence_parallel else 1)
@@ -447,7 +449,7 @@ class StepClock:
             ends = [body]
         else:
             half = [b / 2 for b in backward]
-            if self.recipe.message_syncs:  # the host waits, and the device with it
+            if self.recipe.message_syncs:  # the host waits, and so does the device
                 waits = self.message()
                 forward = [f + waits for f in forward]
                 half = [b + waits / 2 for b in half]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BitNet b1.58, with the unpacked weights that transformers runs: a norm before the matmul that
-ends each branch, and an MLP of squared ReLU. (Ma et al. 2025, arXiv:2504.12285)
+"""BitNet b1.58 with unpacked weights, as in transformers: a norm before the last matmul of each
+branch, and an MLP with squared ReLU. (Ma et al. 2025, arXiv:2504.12285)
 
     h = h + proj(norm(attention(x)));  h = h + down(norm(relu(gate(x))^2 * up(x)))
 
-tp cuts the features of both norms, so their mean square needs the sum of all ranks: the sum goes
-forward (reduce_from), and its gradient, of which each rank has a part, backward (copy_to).
+The features of both norms are sharded over tp, so their mean square needs a sum over the ranks in
+forward (reduce_from). Its gradient is a partial sum on each rank, summed in backward (copy_to).
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class SubNorm(nn.Module):
-    """RMSNorm over features that tp cuts: x [s, b, width / t]."""
+    """RMSNorm over features that are sharded over tp: x [s, b, width / t]."""
 
     def __init__(self, width: int, ctx: LayerContext, eps: float) -> None:
         super().__init__()

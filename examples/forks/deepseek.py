@@ -6,11 +6,11 @@
                        p, rotated, is the end of every head's key
     scores             q k^T / sqrt(n + p), n + p = 192 and e = 128 in V3; with yarn times m^2
 
-The latents are hidden states: every tensor-parallel rank makes them, under sequence parallelism of
-its own tokens, and what is gathered is a latent in place of x. Heads are cut over the ranks. RoPE
-turns neighbouring elements. Experts are model/moe.py's; V2's router is a softmax, V3's sigmoids
-with a bias, and a group of experts counts as its best one, or two. (DeepSeek-V2, 2024, section 2.1;
-DeepSeek-V3 technical report, 2024)
+Every tensor-parallel rank computes the latents; with sequence parallelism only those of its own
+tokens, so that latents are gathered instead of x. Heads are sharded over the ranks. RoPE rotates
+neighbouring elements. Experts are those of model/moe.py. V2's router is a softmax, V3's are
+sigmoids with a bias; a group of experts has the score of its best one (V2) or the sum of its best
+two (V3). (DeepSeek-V2, 2024, section 2.1; DeepSeek-V3 technical report, 2024)
 """
 
 import argparse
@@ -42,15 +42,15 @@ from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
-LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
-SIZES = {  # fields, as Megatron-LM names them: config.json's, what it means that has none, a rule
+LATENT_EPS = 1e-6  # of the latents' norms, regardless of rms_norm_eps
+SIZES = {  # field, with Megatron-LM's name: config.json's key, its default there, the flag's help
     "q_lora_rank": ("q_lora_rank", 1536, "the latent of a query; 0: there is none"),
     "kv_lora_rank": ("kv_lora_rank", 512, "the latent of keys and values"),
     "qk_head_dim": ("qk_nope_head_dim", 128, "a head of q and k, without what RoPE turns"),
     "qk_pos_emb_head_dim": ("qk_rope_head_dim", 64, "what RoPE turns of a head"),
     "v_head_dim": ("v_head_dim", 128, "a head of v"),
 }
-# what a config.json means that does not say it, as in transformers
+# defaults of keys that a config.json lacks, as in transformers
 V2 = dict(
     first_k_dense_replace=0, moe_intermediate_size=1407, n_routed_experts=64, n_shared_experts=2,
     norm_topk_prob=False, rms_norm_eps=1e-6, routed_scaling_factor=1.0, topk_group=None,
@@ -112,13 +112,13 @@ class DeepseekConfig(MoEConfig):
 
     @property
     def score_scale(self) -> float:
-        """Return what q k^T is multiplied by."""
+        """Return the factor of q k^T."""
         m = 1.0 if self.yarn is None else Yarn.suggested(self.yarn.factor, self.softmax_mscale)
         return m * m * self.kv_channels**-0.5
 
 
 class ToLatent(nn.Module):
-    """y = x A^T of hidden states, on every tensor-parallel rank: [s/t, b, h] -> [s/t, b, r]."""
+    """y = x A^T, with A replicated over the tensor-parallel ranks: [s/t, b, h] -> [s/t, b, r]."""
 
     def __init__(self, hidden: int, rank: int, ctx: LayerContext) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         return self.proj(self.core(q, k, v, packed, cache, scale=c.score_scale))
 
     def of_all_tokens(self, x: Tensor) -> Tensor:
-        """x [s/t, b, p] -> [s, b, p], of which each rank's heads have a part of the gradient."""
+        """x [s/t, b, p] -> [s, b, p]; backward sums the gradients of all ranks' heads."""
         axis = self.ctx.tp
         if self.ctx.sp:
             return gather_from_sequence_parallel_region(x.contiguous(), axis, self)
@@ -170,14 +170,14 @@ class Attention(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of neighbours of x [s, b, n, p]; the first of all pairs come first after it."""
+    """Rotate pairs of neighbours of x [s, b, n, p]; return all first elements, then all second."""
     a, b = x[..., ::2], x[..., 1::2]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 class SparseMLP(moe.SparseMLP):
     def of_best_groups(self, scores: Tensor) -> Tensor:
-        """scores [T, E] -> the same, those outside of each token's best groups being -infinity."""
+        """scores [T, E] -> [T, E], with -infinity outside of each token's best groups."""
         c = self.config
         of_group = scores.unflatten(1, (c.moe_router_num_groups, -1))  # [T, groups, E / groups]
         counted = 2 if c.moe_router_score_function == "sigmoid" else 1
@@ -235,7 +235,7 @@ def hf_config(config: DeepseekConfig, dtype: str = "float32") -> dict[str, Any]:
         "norm_topk_prob": v3 and c.moe_router_topk > 1,
         "routed_scaling_factor": c.moe_router_topk_scaling_factor,
     }
-    if v3:  # its MLPs have no biases, and V2's RoPE always turns neighbours
+    if v3:  # its MLPs have no biases; V2's RoPE always rotates neighbours, so it has no such key
         hf = without(qwen3.UNREAD, hf | {"rope_interleave": True})
     if m := c.softmax_mscale:
         assert c.yarn is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama, of which the embeddings alone train, as for a new vocabulary. (Artetxe et al. 2020)"""
+"""A Llama of which only the embeddings train, as for a new vocabulary. (Artetxe et al. 2020)"""
 
 from typing import Any
 

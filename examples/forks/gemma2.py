@@ -6,8 +6,8 @@
     scores = cap(q k^T / sqrt(query_pre_attn_scalar));  logits = cap(head(norm(h)))
     cap(x) = c tanh(x / c)
 
-Layers 0, 2, 4, ... look at the last `sliding_window` tokens. No fused kernel caps scores: where
---attn-logit-softcapping is not 0 they are s x s matrices, and there is no context parallelism.
+Layers 0, 2, 4, ... attend to the last `sliding_window` tokens. No fused kernel caps scores: unless
+--attn-logit-softcapping is 0 they are s x s matrices, and context parallelism is not available.
 """
 
 import argparse
@@ -31,7 +31,7 @@ DEFAULTS = {
     "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
 }  # fmt: skip
-OWN = {  # fields of the config and what a config.json means that does not have them; 0: none
+OWN = {  # fields of the config, and their defaults in a config.json; 0: none
     "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -71,7 +71,7 @@ class Attention(llama.Attention):
         self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, packed: Packed,
         *, cache: Cache = None, window: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Do core_attention with capped scores: qkv [s, b, (a + 2g) d / t] -> [s, b, a d / t]."""
+        """Attend with capped scores: qkv [s, b, (a + 2g) d / t] -> [s, b, a d / t]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in apply_rope(qkv, cos, sin, heads, groups))
         if cache is not None:
             if cache:
@@ -81,7 +81,7 @@ class Attention(llama.Attention):
         k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
         scores = (q @ k.mT).to(self.ctx.accumulate) * (d**-0.5 / self.cap)
         keys = torch.arange(k.shape[2], device=q.device)
-        back = keys[-s:, None] - keys  # from a query to a key
+        back = keys[-s:, None] - keys  # distance from a query back to a key
         hidden = (back < 0) | ((back >= window) if window else False)
         if packed is not None:
             lengths = torch.tensor(packed.lengths)
@@ -137,7 +137,7 @@ class Gemma2(llama.Llama):
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         cos, sin = super().rope(positions, length)
         scale = (self.config.head_size / self.config.query_pre_attn_scalar) ** 0.25
-        return cos * scale, sin * scale  # of q and of k: their product has it twice
+        return cos * scale, sin * scale  # scales q and k, so their product by its square
 
     def logits(self, h: Tensor) -> Tensor:
         y, cap = super().logits(h), self.config.final_logit_softcapping

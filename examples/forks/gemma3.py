@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3, the text models: five layers with a window, then one without. (Gemma Team 2025)
+"""Gemma 3's text models: five layers with a sliding window, then one without. (Gemma Team 2025)
 
     h = embedding(tokens) * sqrt(hidden size)
     h = h + norm(attention(norm(h)));  h = h + norm(mlp(norm(h)))
     scores = norm(q) norm(k)^T / sqrt(query_pre_attn_scalar), norms of each head
 
-Norms multiply by 1 + w. Layers with a window rotate q and k by another base than the others: the
-model's table of RoPE has both, and a layer takes its half.
+Norms multiply by 1 + w. Layers with a window use another RoPE base than the others: the model's
+RoPE table has both, and each layer takes its half.
 """
 
 import argparse
@@ -31,7 +31,7 @@ DEFAULTS = {
     "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4,
     "max_position_embeddings": 131072, "rope_theta": 1e6,
 }  # fmt: skip
-OWN = {  # fields of the config, as config.json has them, and what one means that has none
+OWN = {  # fields of the config with the names of config.json, and their defaults there
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
@@ -42,8 +42,8 @@ OWN = {  # fields of the config, as config.json has them, and what one means tha
 @dataclass(frozen=True)
 class Gemma3Config(LlamaConfig):
     query_pre_attn_scalar: int = 256
-    sliding_window: int = 512  # 0: of a layer that has none
-    sliding_window_pattern: int = 6  # every so many layers, the last one has no window
+    sliding_window: int = 512  # tokens; 0 in the config of a layer without a window
+    sliding_window_pattern: int = 6  # the last of each group of this many layers has no window
     rope_local_base_freq: float = 10000.0
 
     def __post_init__(self) -> None:
@@ -128,14 +128,14 @@ class Gemma3(llama.Llama):
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         cos, sin = super().rope(positions, length)
         scale = (self.config.head_size / self.config.query_pre_attn_scalar) ** 0.25
-        return cos * scale, sin * scale  # of q and of k: their product has it twice
+        return cos * scale, sin * scale  # scales q and k, so their product by its square
 
 
 FULL = "full_attention"
 
 
 def kinds(layers: int, pattern: int) -> list[str]:
-    """Return the kind of each layer, as a config.json lists them."""
+    """Return the kind of each layer, as in layer_types of a config.json."""
     return [("sliding_attention", FULL)[(i + 1) % pattern == 0] for i in range(layers)]
 
 

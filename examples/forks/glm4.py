@@ -3,9 +3,9 @@
 
     h = h + norm(attention(norm(h)));  h = h + norm(mlp(norm(h)))
 
-RoPE rotates the first `rotary_factor` of each head, elements 2i and 2i + 1 together. Weft's rotates
-i and i + r/2 of r elements, so q and k are reordered before it: their product stays the same.
-Checkpoints have gate and up in one tensor.
+RoPE rotates the first `rotary_factor` of each head, elements 2i and 2i + 1 together. Weft's RoPE
+rotates i and i + r/2 of r elements, so q and k are reordered before it, which leaves their product
+unchanged. Checkpoints have gate and up in one tensor.
 """
 
 import argparse

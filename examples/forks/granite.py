@@ -2,8 +2,8 @@
 """Granite 3: a Llama with four multipliers. (IBM Granite 3.0 language models, 2024)
 
     h = embedding(tokens) * embedding_multiplier
-    h = h + residual_multiplier * attention(norm(h)), and the MLP alike
-    scores = attention_multiplier * q k^T, in place of q k^T / sqrt(d)
+    h = h + residual_multiplier * attention(norm(h)), and the same for the MLP
+    scores = attention_multiplier * q k^T, instead of q k^T / sqrt(d)
     logits = head(norm(h)) / logits_scaling
 """
 
@@ -19,7 +19,7 @@ from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, r
 from mpu.context import LayerContext
 from mpu.recompute import Recompute
 
-FLAGS = {  # of each field of the config the flag, which has Hugging Face's name
+FLAGS = {  # field of the config: Hugging Face's name of it, also used for the flag
     "embedding_mult": "embedding_multiplier",
     "softmax_scale": "attention_multiplier",
     "residual_multiplier": "residual_multiplier",

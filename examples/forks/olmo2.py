@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OLMo 2: norms after attention and MLP, and of all queries and all keys. (OLMo Team 2024)
+"""OLMo 2: norms after attention and MLP, and norms over all queries and keys. (OLMo Team 2024)
 
     h = h + norm(attention(h));  h = h + norm(mlp(h))
     q = q / sqrt(mean(q^2) + eps) * w over all a heads at once, k over all g
 
-A rank has a/t heads, so the mean needs the sum of all ranks. Each rank continues with its own heads
-alone, so its gradient of the mean is a part, too: the sum goes forward (reduce_from) and backward
-(copy_to). The weights are cut like the heads.
+A rank has a/t heads, so the mean needs a sum over the ranks in forward (reduce_from). Each rank
+continues with only its own heads, so the gradient of the mean is a partial sum, which is summed in
+backward (copy_to). The weights are sharded like the heads.
 """
 
 from typing import Any
@@ -43,7 +43,10 @@ __all__ = [
 
 
 class WholeNorm(torch.nn.Module):
-    """RMSNorm over all heads: x [s, b, n d], the n of this rank; ranks of tp_kv share theirs."""
+    """RMSNorm over the heads of all ranks. x: [s, b, n d] for the n heads of this rank.
+
+    Ranks of a tp_kv group have the same heads.
+    """
 
     def __init__(self, width: int, ctx: LayerContext, eps: float) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 
     x = norm(h);  h = h + attention(x) + mlp(x)
 
-RoPE turns the first `rotary_factor` of each head. Every linear layer has a bias, the head too.
+RoPE rotates the first `rotary_factor` of each head. Every linear layer has a bias, also the head.
 """
 
 import argparse
@@ -27,7 +27,7 @@ __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "p
 
 @dataclass(frozen=True)
 class PhiConfig(LlamaConfig):
-    rotary_factor: float = 0.5  # share of a head that RoPE turns
+    rotary_factor: float = 0.5  # share of a head that RoPE rotates
 
     @property
     def rotary_size(self) -> int:

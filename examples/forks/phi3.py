@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phi-3: a Llama whose checkpoints have q, k and v in one tensor, and gate and up in one.
 
-`hf_modules` gives parts of a parameter the same name: they are one tensor, below one another. So
-`--load` reads such a checkpoint, and what is saved is one.
+Parts of a parameter with the same name in `hf_modules` are one tensor, stacked by rows. So `--load`
+reads such checkpoints, and saved checkpoints have this form.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama whose MLPs widen with depth, to f in the last layer. (Mehta et al. 2024, OpenELM)
 
-The balance of a pipeline and the dry run count each layer as it is.
+Pipeline balancing and the dry run use the actual sizes of each layer.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama whose layers 0, 2, 4, ... look at the last --window-size tokens alone.
+"""A Llama whose layers 0, 2, 4, ... attend only to the last --window-size tokens.
 
-`layer_config` gives each layer its sizes. No Hugging Face model is this one: its name is new.
+`layer_config` returns the sizes of each layer. Hugging Face has no such model: its name is new.
 """
 
 import argparse
@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WindowsConfig(LlamaConfig):
-    window_size: int = 0  # tokens that a query looks at; 0: all before it
+    window_size: int = 0  # tokens to which a query attends; 0: all before it
 
 
 class Attention(llama.Attention):

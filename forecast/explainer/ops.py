@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name what runs, for tools/explain.py: each operation, and what it reads and writes."""
+"""Name each operation for tools/explain.py, and the memory that it reads and writes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +14,14 @@ from pretrain_llama import train_step
 from training.run.stop import Agreement
 
 MATMULS = ("mm", "addmm", "linear", "mkldnn::_linear_pointwise")
-COPIES = ("clone", "_to_copy")  # what they copy is still the result of another operation
+COPIES = ("clone", "_to_copy")  # a copy is attributed to the operation that made its source
 ADDS = ("add", "copy")
 WGRAD_MATMUL = "wgrad matmul"
-# they compute nothing; the tensor is written by compiled code, such as a norm's
+# allocations; compiled code, such as a norm's, writes the tensor
 UNWRITTEN = ("empty", "new_empty", "new_full")
 
 
-# file: the name of what it does outside of all layers
+# file -> the name of its part of a step, outside of all layers
 STEP = {
     path_of(train_step.__code__.co_filename): "train_step",
     path_of(Agreement.ask.__code__.co_filename): "agreement",
@@ -30,18 +30,18 @@ STEP = {
 
 
 def name_of(here: Site) -> str:
-    """Return what to print if no layer runs: a part of the step, or the file's name."""
+    """Return the printed name of a site outside of layers: a part of the step, or the file."""
     file = here.call.partition(":")[0]
     return STEP.get(file, Path(file).stem)
 
 
 def matmul_in(phase: str) -> str:
-    """Return what a matmul computes in a phase: a weight's gradient, an input's, or forward."""
+    """Return the name of a matmul in a phase: of a weight's or an input's gradient, or forward."""
     return {WGRAD: WGRAD_MATMUL, BACKWARD: "dgrad matmul"}.get(phase, "matmul")
 
 
 class Operation(NamedTuple):
-    """An operation that ran. name: without "aten::". read, written: addresses of its tensors."""
+    """An operation. name: without "aten::". read, written: addresses of its tensors' storages."""
 
     name: str
     read: list[int]
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
 
 
 class Operations(DispatchMode):
-    """Call `ran` with every operation that is not a view."""
+    """Calls `ran` with every operation that is not a view."""
 
     def __init__(self, ran: Callable[[Operation], None]) -> None:
         super().__init__()

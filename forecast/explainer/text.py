@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format what tools/explain.py saw: the head, a rank's collectives, its sums, and the pipeline."""
+"""Format the page of tools/explain.py: head, a rank's collectives, their sums, the pipeline."""
 
 import re
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def rule(text: str, line: str = "-") -> str:
 
 
 def head(config: Config, level: int) -> list[str]:
-    """Return the opening lines: what was run, at which ZeRO stage, and what the words mean."""
+    """Return the opening lines: the run, its ZeRO stage, and explanations of words on the page."""
     p, m, e = config.parallel, config.model, config.run.dtype.itemsize
     t, pp, cp = (
         p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
@@ -76,9 +76,9 @@ _ROW = "{:>3}  {:<9} {:<23} {:<14} {:<37} {:>8}  {:<6}  {}"
 
 
 def story(explainer: Explainer, every_action: bool) -> list[str]:
-    """Return each collective's lines: one of facts, then what it needs and what hides it.
+    """Return the lines of each collective: facts, then its inputs and the work that hides it.
 
-    every_action: also name the actions during which nothing is sent.
+    every_action: also name actions without collectives or messages.
     """
     title = _ROW.format(
         "#", "phase", "layer", "verb", _two("axis", "shape in -> out"), "sends", "how", "called at"
@@ -118,7 +118,7 @@ def _two(axis: str, shape: str) -> str:
 
 
 def _where(event: Seen) -> str:
-    """Return the axis, or the peer, and the shapes that go in and come out."""
+    """Return the axis or the peer, and the shapes of input and output."""
     first, *rest = event.shape
     if event.payload:
         way = "to" if event.verb == "send" else "from"
@@ -132,7 +132,7 @@ def _where(event: Seen) -> str:
 
 
 def _why(event: Seen) -> list[str]:
-    """Return what an event needs, who waited for it, and what ran meanwhile."""
+    """Return the inputs of an event, the place of its wait, and the work that ran meanwhile."""
     actions = [_short(action) for action in event.explainer.actions]
     needs = f"needs {event.needs or 'nothing computed in this step'}"
     if event.verb == "receive":
@@ -148,7 +148,7 @@ def _why(event: Seen) -> list[str]:
 
 
 def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
-    """Return the same for a bucket, and why its gradients leave or its weights are gathered."""
+    """Return `reasons`, with why a bucket's gradients are summed or its weights gathered."""
     place, buckets = event.place, event.explainer.buckets
     assert buckets is not None and place.bucket is not None
     if place.phase == "grad sum":
@@ -168,7 +168,7 @@ def _short(action: str) -> str:
 
 
 def _hidden(event: Seen) -> str:
-    """Return who waited, and what ran between the start of a collective and the wait."""
+    """Return the place of a collective's wait, and the work between its start and that."""
     stories = list(dict.fromkeys(event.meanwhile))
     matmuls = [story for story in stories if "matmul of" in story]
     under = matmuls or stories
@@ -204,7 +204,7 @@ def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[
 
 
 def in_order(explainer: Explainer, chunks: int) -> list[str]:
-    """Return a rank's actions, one a line: where the input came from, where the output went."""
+    """Return a line for each action of a rank: source of its input, destination of its output."""
     messages = [(e, e.payload) for e in explainer.events if e.payload is not None]
     taken = {(e.waited_in, p.kind): p.peer for e, p in messages if e.verb == "receive"}
     sent_to = {(e.action, p.kind): p.peer for e, p in messages if e.verb == "send"}
@@ -224,7 +224,7 @@ def in_order(explainer: Explainer, chunks: int) -> list[str]:
 
 
 def columns(texts: list[list[str]], titles: list[str], width: int = WIDTH) -> list[str]:
-    """Return lists of lines set side by side, as many as fit, the rest below."""
+    """Return lists of lines side by side, as many as fit, the rest below."""
     wide = 4 + max(len(line) for lines in [titles, *texts] for line in lines)
     some, lines = max(1, width // wide), []
     for at in range(0, len(texts), some):
@@ -239,9 +239,9 @@ def columns(texts: list[list[str]], titles: list[str], width: int = WIDTH) -> li
 def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[str]]:
     """Return whether all ranks' sums are equal, and the lines of a whole pipeline.
 
-    The lines are the schedule, the ranks' orders side by side, then each rank's story. every: each
-    pipeline rank's order, its story with the sums, how many activations and gradients it sent, and
-    whether its sums are equal.
+    The lines are the schedule, the ranks' orders side by side, then each rank's story. every: for
+    each pipeline rank its order, its story with the sums, the numbers of activations and gradients
+    that it sent, and whether its sums are equal.
     """
     schedule = schedule_of(config, batch_size.micro_batches(config, 0))
     of_ranks = [rank_stages(config, model_provider, rank) for rank in range(len(every))]

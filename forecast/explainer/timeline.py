@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out the events of tools/explain.py as streams side by side: compute, and transfers in flight.
+"""Lay out the events of tools/explain.py as parallel streams: computation, transfers in flight.
 
-The order is observed, lengths are not: a matmul is one unit long, other operations between two
-matmuls or transfers are OTHERS together, UNDER where they alone hide a transfer. A transfer under
-which nothing ran is WAIT long, and one under which something ran is as long as that. A message that
-is sent is WAIT, as a thread waits for it. An action is ACTION or longer.
+The order is observed, but lengths are not. A matmul is one unit long. Other operations between two
+matmuls or transfers are OTHERS long together, or UNDER if only they hide a transfer. A transfer is
+as long as the operations that overlap it, or WAIT if there are none. A sent message is WAIT long,
+as a thread waits for it. An action is at least ACTION long.
 """
 
 import re
@@ -26,24 +26,22 @@ class Box(NamedTuple):
     stream: str  # COMPUTE, or the axis of a transfer
     begin: float  # in units
     end: float  # in units
-    # of COMPUTE: "F", "B" or "W" for a matmul (forward, input gradient, weight gradient), "other",
-    # or "wait" for a transfer; of an axis: "hidden", or "waited for" where nothing ran meanwhile
+    # on COMPUTE: "F", "B" or "W" for a matmul (forward, input gradient, weight gradient), "other",
+    # or "wait" for a transfer; on an axis: "hidden", or "waited for" if nothing ran meanwhile
     kind: str
-    what: str  # in a word or two
-    layer: str  # the layer that it belongs to
+    what: str  # a word or two
+    layer: str
 
 
 class Part(NamedTuple):
-    """An action of a step: its words, and where it begins, in units."""
+    """An action of a step: its words, and its begin in units."""
 
     words: str
     begin: float
 
 
 class Streams(NamedTuple):
-    """A rank's step: its actions, its boxes, and where it ends. rank: its name, where it is one of
-    several.
-    """
+    """A rank's step: its actions, boxes and end. rank: its name if there are several, or ""."""
 
     rank: str
     parts: list[Part]
@@ -52,20 +50,20 @@ class Streams(NamedTuple):
 
 
 def streams_of(values: Sequence[Any]) -> Streams:
-    """Return the streams that JSON holds as lists."""
+    """Return Streams from the lists in JSON."""
     rank, parts, boxes, end = values
     return Streams(rank, [Part(*part) for part in parts], [Box(*box) for box in boxes], end)
 
 
 def streams(explainer: Explainer, rank: str = "") -> Streams:
-    """Return the streams of a step that was seen on a rank."""
+    """Return the streams of a step that was traced on a rank."""
     done, clock = explainer.done, 0.0
     kinds = [MATMULS.get(story.partition(" of ")[0], "other") for story in done]
     covers = [(e.first, e.first + len(e.meanwhile)) for e in explainer.events if e.meanwhile]
     covers = [(first, end) for first, end in covers if {*kinds[first:end]} == {"other"}]
     breaks = {event.first for event in explainer.events if _exposed(event)}
     breaks.update(explainer.begun, (place for cover in covers for place in cover))
-    runs = list[list[int]]()  # of other operations, or of one matmul
+    runs = list[list[int]]()  # consecutive other operations, or one matmul
     for n, kind in enumerate(kinds):
         if n and kind == kinds[n - 1] == "other" and n not in breaks:
             runs[-1].append(n)
@@ -80,7 +78,7 @@ def streams(explainer: Explainer, rank: str = "") -> Streams:
     for words, at in zip(explainer.actions, explainer.begun, strict=True):
         actions.setdefault(at if actions else 0, []).append(_short(words, explainer.actions))
     boxes, parts = list[Box](), list[Part]()
-    starts = list[float]()  # of each operation, before what is waited for there
+    starts = list[float]()  # begin of each operation, before waits at this place
     issued = list[tuple[Seen, float]]()
     for n in range(len(done) + 1):
         starts.append(clock)
@@ -106,8 +104,8 @@ def streams(explainer: Explainer, rank: str = "") -> Streams:
 
 
 def _exposed(event: Seen) -> bool:
-    """Return whether a rank waited for a transfer while nothing ran."""
-    waited = bool(event.waited_at) or not event.is_async  # else the next step waits
+    """Return whether a rank waited for a transfer that no operation hides."""
+    waited = bool(event.waited_at) or not event.is_async  # if neither, the next step waits
     return waited and not event.meanwhile and not event.in_outbox
 
 
@@ -125,7 +123,7 @@ def _operation(story: str, begin: float, end: float) -> Box:
 
 
 def _short(action: str, actions: Iterable[str]) -> str:
-    """Return the words of an action without what all actions of this rank have in common."""
+    """Return the words of an action without parts that all actions of the rank share."""
     words = re.sub(r"^the | in stage \d+| of iteration \d+", "", action)
     return words if any("chunk 1" in each for each in actions) else words.replace(" chunk 0", "")
 
@@ -141,8 +139,9 @@ def _transfer(event: Seen, begin: float, end: float) -> Box:
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
-    """Return the boxes with other operations that follow one another in one box, which has the name
-    of the layer that has most of it.
+    """Return the boxes, with consecutive boxes of other operations joined into one.
+
+    A joined box has the layer with the largest part of it.
     """
     found, layers = list[Box](), dict[str, float]()
     for box in boxes:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record each collective and message of a step, for tools/explain.py: who asks, who waits, why.
+"""Record each collective and message of a step for tools/explain.py: its caller, wait and inputs.
 
-The trainer does not know of it. The grid's trace is called for each collective and message, with
-the label that its caller gave it. explainer/ops.py sees every operation, which shows what made
-a tensor and what ran while bytes were under way. A FailureMonitor gets each action that begins.
+The trainer has no code for this. The grid's trace hook is called for each collective and message
+with its label. explainer/ops.py intercepts every operation, which shows the operation that made a
+tensor and those that ran while a transfer was in flight. A FailureMonitor receives each action.
 """
 
 from dataclasses import dataclass, field
@@ -30,24 +30,24 @@ from mpu.pipeline.engine import Payload
 from pretrain_llama import LlamaRun
 
 MESSAGES = ("send", "receive")
-BUCKETS = ("mpu/zero/", "mpu/optim/")  # lines that work on buckets
+BUCKETS = ("mpu/zero/", "mpu/optim/")  # folders of the code that works on buckets
 
 
 class Place(NamedTuple):
-    """Where a collective is called, and for whom."""
+    """Where a collective is called, and for which layer or bucket."""
 
     layer: str
     site: str  # file:line
     phase: str
-    bucket: int | None  # the one that is summed or gathered
-    during: str  # of a bucket: the layer that runs meanwhile, and where
+    bucket: int | None  # number of the bucket that is summed or gathered
+    during: str  # for a bucket: the layer that runs at the call, and its line
 
 
 @dataclass(eq=False)
 class Seen:
-    """A collective or message. shape: of its input. sent: the bytes that leave this rank.
+    """A collective or message. shape: of its input. sent: bytes that leave this rank.
 
-    Numbers of actions index `explainer.actions`.
+    Actions are indices into `explainer.actions`.
     """
 
     explainer: "Explainer"
@@ -58,34 +58,34 @@ class Seen:
     shape: tuple[int, ...]
     sent: int
     is_async: bool
-    action: int  # during which it was issued; a receive: before which
+    action: int  # the action that issued it; for a receive, the one after that
     place: Place
-    needs: str  # what made its input
-    first: int  # operations done before it was issued
+    needs: str  # the operation that made its input
+    first: int  # number of operations before it was issued
     payload: Payload | None = None
-    pending: str = ""  # gradients that the bucket behind this one waits for
+    pending: str = ""  # gradients for which the bucket after this one waits
     gathered: list[int] = field(default_factory=list)  # other buckets whose weights are gathered
-    waited_at: str = ""
-    waited_in: int = 0  # action; for a receive, the one that uses its data
-    meanwhile: list[str] = field(default_factory=list)
+    waited_at: str = ""  # the layer or line that waited for it
+    waited_in: int = 0  # the action of the wait; for a receive, the one that uses its data
+    meanwhile: list[str] = field(default_factory=list)  # operations between issue and wait
 
     @property
     def result(self) -> str:
-        """Return the name of its result, for the `needs` of others."""
+        """Return the name of its result, for `needs` of other events."""
         return f"{'message' if self.payload else 'collective'} {self.number}"
 
     @property
     def in_outbox(self) -> bool:
-        """Return whether a thread of the outbox waits for it: a message that a stage sends."""
+        """Return whether the outbox's thread waits for it: a message sent by a stage."""
         return self.verb == "send" and self.payload is not None
 
     def waiting(self) -> None:
-        """Count operations from now on, until `waited`, as a part of the collective."""
+        """Attribute operations to this collective until `waited` is called."""
         if not self.in_outbox:
             self.explainer.finishing.append(self)
 
     def waited(self) -> None:
-        """Note who waited for the result, and what ran since the start."""
+        """Record the layer or line that waited, and the operations since the issue."""
         if self.in_outbox:
             return
         explainer = self.explainer
@@ -96,11 +96,10 @@ class Seen:
 
 
 class Explainer:
-    """A trace for a grid: keeps every collective and message of a step in `events`.
+    """A trace for a grid that stores every collective and message of a step in `events`.
 
-    monitor: the FailureMonitor to give to the run. actions: what the run gave it, in order. begun:
-    how many operations were done when each of them began. before: collectives that were on their
-    way when the step began.
+    monitor: the FailureMonitor for the run. actions: those that it received, in order. begun:
+    number of operations before each of them. before: collectives in flight as the step began.
     """
 
     def __init__(self) -> None:
@@ -108,26 +107,26 @@ class Explainer:
         self.before: list[Seen] = []
         self.actions: list[str] = []
         self.begun: list[int] = []
-        self.buckets: Buckets | None = None  # once there is a run
-        self.layers: ModuleTracker | None = None  # once there is a run
+        self.buckets: Buckets | None = None  # set by `know`
+        self.layers: ModuleTracker | None = None  # set by `know`
         self.done: list[str] = []  # operations in order
         self.monitor = Actions(self._begins)
-        self.maker: dict[int, str] = {}  # memory -> what wrote it last
-        self.finishing: list[Seen] = []  # collectives that are being waited for, outermost first
-        self._called_at: dict[str, str] = {}  # layer -> where it last called a collective
+        self.maker: dict[int, str] = {}  # address -> the operation that wrote it last
+        self.finishing: list[Seen] = []  # collectives during their wait, outermost first
+        self._called_at: dict[str, str] = {}  # layer -> the line of its last collective
 
     def know(self, run: LlamaRun) -> None:
-        """Follow the layers of a run, and count its gradients as they are done."""
+        """Track the layers and the ready gradients of a run."""
         self.buckets = Buckets(run)
         readers = {MAIN_GRAD: self.buckets.ready}
         self.layers = ModuleTracker(run.model, run.engine.queue, run.sink, readers)
 
     def begin(self, micro_batches: int) -> None:
-        """Begin the step to be printed; keep only collectives that are still on their way."""
+        """Begin the step to print; keep only collectives that are still in flight."""
         assert self.buckets is not None, "know() comes first"
         self.buckets.begin(micro_batches)
         on_their_way = [event for event in self.events if event.is_async and not event.waited_at]
-        self.before = [event for event in on_their_way if event.payload is None]  # others were sent
+        self.before = [event for event in on_their_way if event.payload is None]  # no messages
         for event in self.before:
             event.first = 0
         self.events.clear()
@@ -152,7 +151,7 @@ class Explainer:
         is_async: bool,
         label: Label | None = None,
     ) -> Seen:
-        """Record a collective or message that is about to start, and where it is called."""
+        """Record a collective or message that is about to start, and its caller."""
         place = self._place(label)
         event = Seen(
             self,
@@ -181,7 +180,7 @@ class Explainer:
         return event
 
     def _place(self, label: Label | None) -> Place:
-        """Return the place that a label names; without a label, the layer that runs."""
+        """Return the place named by a label; without a label, the running layer."""
         here, layers = _site(), self.layers
         running = layers.running() if layers else ""
         back = layers is not None and layers.in_backward
@@ -205,30 +204,30 @@ class Explainer:
         return Place(name, call, phase, None, "")
 
     def waits_at(self, place: Place) -> str:
-        """Return which layer or line waits for the result of a call at `place`."""
+        """Return the layer or line that waits for the result of a call at `place`."""
         here, running = _site(), self.layers.running() if self.layers else ""
         if place.bucket is not None and running:
             return f"{running} ({here.use})"
         return here.call or f"{self._called_at.get(place.layer, place.layer)} (backward)"
 
     def ran(self, operation: Operation) -> None:
-        """Record an operation, and which memory it wrote."""
+        """Record an operation, and the memory that it wrote."""
         story = self._story(operation)
         for place in operation.written:
             self.maker[place] = story
 
     def _story(self, operation: Operation) -> str:
-        """Return what an operation did for whom; append it to `done` if it computed something."""
+        """Return an operation and its layer as text; append it to `done` if it computes."""
         assert self.layers is not None and self.buckets is not None, "know() comes first"
         name, read = operation.name, operation.read
         if self.finishing:
             return self.finishing[-1].result
-        if name.startswith("c10d::"):  # torch.distributed's own
+        if name.startswith("c10d::"):  # an operation of torch.distributed
             return self.events[-1].result
         short, kind = name.strip("_"), matmul_in(self.layers.phase)
         if name in COPIES:
             return self.maker.get(read[0], short)
-        if short in ADDS and kind == WGRAD_MATMUL:  # into a main gradient of another dtype
+        if short in ADDS and kind == WGRAD_MATMUL:  # accumulation in a main gradient's dtype
             for maker in (self.maker.get(place, "") for place in read):
                 if maker.startswith(WGRAD_MATMUL):
                     return maker
@@ -246,5 +245,5 @@ class Explainer:
 
 
 def _site() -> Site:
-    """Return the current site; a line of autograd's engine is nobody's."""
+    """Return the current site, none if autograd's engine calls."""
     return site(autograd=False)

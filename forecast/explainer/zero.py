@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a step's buckets, for tools/explain.py: contents, owners, gradients, whole weights."""
+"""Track a step's buckets for tools/explain.py: contents, owners, gradients, gathered weights."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -16,22 +16,22 @@ WIDTH = 150
 
 
 class Buckets:
-    """The buckets of a run, and which gradients are done since `begin`."""
+    """The buckets of a run, and the gradients that are ready since `begin`."""
 
     def __init__(self, run: LlamaRun) -> None:
         self.sink = run.sink
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)
-        self._uses = Counter(id(param) for _, param in named)  # in a micro-batch
-        self._given: Counter[int] = Counter()  # gradients that are done
+        self._uses = Counter(id(param) for _, param in named)  # uses of a parameter per micro-batch
+        self._given: Counter[int] = Counter()  # number of ready gradients of a parameter
         self._micro_batches = 1
 
     def ready(self, event: Event) -> None:
-        """Count a gradient that is done."""
+        """Count a gradient that is ready."""
         self._given[id(event.of)] += 1
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step, in which no gradient is done yet."""
+        """Begin a step, in which no gradient is ready yet."""
         self._given.clear()
         self._micro_batches = micro_batches
 
@@ -48,12 +48,12 @@ class Buckets:
         return None
 
     def gathered(self) -> list[int]:
-        """Return the numbers of the buckets whose weights are gathered and not freed yet."""
+        """Return the numbers of the buckets whose weights are currently gathered."""
         gatherer = self.sink.gatherer
         return [self.place[id(bucket)] for bucket in gatherer.unsharded] if gatherer else []
 
     def after(self, leaving: int) -> str:
-        """Return which gradients the bucket after the leaving one still waits for, or ""."""
+        """Return the gradients for which the bucket after number `leaving` still waits, or ""."""
         buckets = self.sink.buckets
         if leaving + 1 == len(buckets) or buckets[leaving].reduce_axes:
             return ""
@@ -78,7 +78,7 @@ class Buckets:
         return some(names)
 
     def contents_of_buckets(self) -> list[str]:
-        """Return lines: what each bucket that is sent holds, and which part this rank owns."""
+        """Return lines with the contents of each communicated bucket, and the part of this rank."""
         lines, many = [], len({bucket.layout.sharing for bucket in self.sink.buckets}) > 1
         for i, bucket in enumerate(self.sink.buckets):
             sharing, shard = bucket.layout.sharing, bucket.shard

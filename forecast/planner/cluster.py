@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a cluster file: nodes, GPUs of a node, the device, and one to four levels of links.
 
-A level joins blocks of `gpus` neighbours (0: all of the cluster), the inner levels first: NVLink in
-a node, rails of several nodes, a spine, sites. A file without "levels" has two: its device's links
-in a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscription"}. The memory of
-a node's host, "host_memory_gb", may be left out.
+A level joins blocks of `gpus` neighbours (0: the whole cluster), inner levels first: NVLink in a
+node, rails of several nodes, a spine, sites. A file without "levels" has two: the device's links in
+a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscription"}. The memory of a
+node's host, "host_memory_gb", is optional.
 
 "8xh100" and "4x8xa100-40" need no file: one node of 8 GPUs, 4 nodes of 8. Their links in a node are
-the GPU's (training/run/gpus.py), and the network between nodes is that of the device file. "2xcpu"
-is two ranks on the cores of a machine without GPUs (forecast/planner/devices/cpu.json).
+the GPU's (training/run/gpus.py); the network between nodes is that of the device file. "2xcpu"
+means two ranks on the cores of a machine without GPUs (forecast/planner/devices/cpu.json).
 """
 
 import re
@@ -25,25 +25,25 @@ from training.files.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 SHARED = {"name", "device", "nodes", "gpus_per_node", "source"}
-HOST, HOST_GB = "host_memory_gb", 2000  # where a file has none: NVIDIA DGX H100 datasheet
+HOST, HOST_GB = "host_memory_gb", 2000  # key, and default: NVIDIA DGX H100 datasheet
 CPU = Path(__file__).resolve().parent / "devices" / "cpu.json"  # the device called "cpu"
-HOST_SHARE = 0.8  # of it, that activations may take
+HOST_SHARE = 0.8  # share of the host's memory that a plan may use
 NETWORK = {"network_gbps_per_gpu", "oversubscription"}
 LEVEL = {"name", "gpus", "gbps_per_gpu", "latency_us", "oversubscription"}
 MOST_LEVELS = 4
-GBPS = 1e9 / 8  # bytes a second
+GBPS = 1e9 / 8  # bytes per second
 
 
 class ClusterError(ValueError):
-    """A cluster that cannot be used: the text names the file, the key and the rule."""
+    """A cluster cannot be used. The message names the file, the key and the rule."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Links that join blocks of `gpus` ranks in a row (0: all), each made of the level below.
+    """Links that join blocks of the level below to blocks of `gpus` consecutive ranks (0: all).
 
-    bandwidth: bytes a second of a GPU, one direction. latency: seconds of a small message.
-    oversubscription: what the blocks below can send together, over what the links carry.
+    bandwidth: bytes per second of a GPU in one direction. latency: seconds of a small message.
+    oversubscription: total bandwidth of the blocks below, divided by that of the links.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Level:
 
     @property
     def share(self) -> float:
-        """Return the bytes a second of a GPU while all of them send."""
+        """Return the bytes per second of a GPU if all GPUs send."""
         return self.bandwidth / self.oversubscription
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes of `node` GPUs each, and the levels that join them, the inner ones first.
+    """`nodes` nodes of `node` GPUs each, and the levels that join them, inner ones first.
 
-    host: bytes of a node's host memory that offloaded activations may take.
+    host: bytes of a node's host memory that a plan may use for offloaded activations and state.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Cluster:
 
     @property
     def network(self) -> float:
-        """Return a GPU's bytes a second across nodes: of the slowest level that the nodes use."""
+        """Return a GPU's bytes per second across nodes: that of the slowest level in use."""
         inside = [level for level in self.levels if 0 < level.gpus < max(self.gpus, self.node + 1)]
         used = self.levels[: len(inside) + 1]
         beyond = [level.share for level in used if not 0 < level.gpus <= self.node]
@@ -86,24 +86,24 @@ class Cluster:
 
     @property
     def cpu(self) -> bool:
-        """Return whether a rank computes on cores of a CPU, which have no compute capability."""
+        """Return whether ranks compute on CPU cores, which have no compute capability."""
         return not read_device(self.device).major
 
     @cached_property
     def memory(self) -> float:
-        """Return the bytes of a GPU."""
+        """Return the bytes of a GPU's memory."""
         return read_device(self.device)["memory"]
 
     @property
     def limit(self) -> float:
-        """Return the bytes of a GPU that a plan counts on."""
+        """Return the bytes of a GPU's memory that are available to a plan."""
         return available(self.memory)
 
     def links(self) -> Device:
-        """Return the device with the levels of this cluster in place of its own.
+        """Return the device with the levels of this cluster instead of its own.
 
-        A level in a node has the steps of the device's first one, another those of its last; where
-        a level's latency is not theirs, in proportion.
+        A level within a node has the latencies of the device's first level, any other level those
+        of its last, scaled to the level's own latency.
         """
         device = read_device(self.device)
         levels = []
@@ -118,7 +118,7 @@ class Cluster:
         return replace(device.changed(oversubscription=1.0), levels=tuple(levels))
 
     def of(self, nodes: int) -> "Cluster":
-        """Return the same with another number of nodes."""
+        """Return the cluster with another number of nodes."""
         return replace(self, nodes=nodes)
 
 
@@ -166,7 +166,7 @@ def read_cluster(name: str) -> Cluster:
 
 
 def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
-    """Return a cluster of so many nodes of so many GPUs."""
+    """Return a cluster of `nodes` nodes with `node` GPUs each. Raises ClusterError."""
     if not nodes or not node:
         raise ClusterError(f"{name}: a cluster has at least one node of one GPU")
     gpu = _device(gpu)
@@ -182,17 +182,17 @@ def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
 
 
 def _device(name: str) -> str:
-    """Return the name by which a device is read."""
+    """Return the name of a device for read_device: a path for "cpu"."""
     return str(CPU) if name == "cpu" else name
 
 
 def _with_own_memory(cluster: Cluster) -> Cluster:
-    """Return a cluster, without a host's memory where the ranks themselves have it: on CPUs."""
+    """Return the cluster, with no host memory for CPU ranks, whose own memory that is."""
     return replace(cluster, host=0.0) if cluster.cpu else cluster
 
 
 def _two(path: Path, content: dict[str, Any]) -> tuple[Level, ...]:
-    """Return the levels of a file that names one network: the device's own, then that."""
+    """Return the levels of a file that has only a network: the device's own links, the network."""
     _number(path, "network_gbps_per_gpu", content["network_gbps_per_gpu"], 0.01)
     _number(path, "oversubscription", content["oversubscription"], 1)
     inner, *outer = read_device(content["device"]).levels
@@ -239,7 +239,7 @@ def _levels(path: Path, found: Any, node: int) -> tuple[Level, ...]:
 def content_of(
     name: str, device: str, nodes: int, node: int, levels: Sequence[Level], source: str
 ) -> dict[str, Any]:
-    """Return a cluster file's content, as read_cluster takes it."""
+    """Return the content of a cluster file, for read_cluster."""
     return {
         "name": name, "device": device, "nodes": nodes, "gpus_per_node": node,
         "levels": [
@@ -252,7 +252,7 @@ def content_of(
 
 
 def _number(path: Path, key: str, value: Any, least: float, integer: bool = False) -> None:
-    """Raise ClusterError unless a value of the file is a number of at least so much."""
+    """Raise ClusterError unless a value of the file is a number of at least `least`."""
     right = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     if not right or not least <= value < 1e6:
         kind = "a whole number" if integer else "a number"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's constants, and what each means.
+"""The planner's constants, and their meanings.
 
-Peaks, bandwidths and SMs are the device file's (forecast/device_file.py). What a run does besides
-the matmuls is counted in a rehearsal, or assumed: nothing is fitted. Those of other programs, which
-are fitted on published runs, stand in benchmarks/planning/frameworks.py.
+Peaks, bandwidths and SMs come from the device file (forecast/device_file.py). Work other than
+matmuls is counted in a rehearsal, or assumed, except that the constants of experts are fitted by
+benchmarks/planning/experts.py. The constants of other programs, fitted on published runs, are in
+benchmarks/planning/frameworks.py.
 """
 
 from forecast.device_file import PROTOCOLS, read_device
@@ -12,36 +13,37 @@ from forecast.rehearsal.roofline import ATTENTION_RAMP, MEASURED, attention_shar
 
 LINKS = ("link", "network")  # the levels of a device file
 FIXED = {  # see docs/rehearsal.md for the passes' sources
-    # attention_ramp: tokens of keys at which attention reaches half of its share;
-    # attention_backward: backward's rate, over forward's. every_way: 1 where a collective takes
-    # the fastest of NCCL's protocols and algorithms, 0 where it takes a ring of Simple
+    # attention_ramp: tokens of keys at which attention reaches half of its share.
+    # attention_backward: backward's rate divided by forward's. every_way: 1 if a collective takes
+    # the fastest of NCCL's protocols and algorithms, 0 if it takes a Simple ring
     "attention_ramp": 0.0, "attention_backward": 1.0,
     "every_way": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
     "host_ring": 0.0,
-    # split_backward: transfers of activations that backward shows besides where B and W are
+    # split_backward: additional exposed transfers of activations in backward if B and W are
     # separate
     "split_backward": 0.0,
-    # zero1_all_reduce: 1 where ZeRO 1 sums gradients by an all-reduce. update_unsharded: bytes of a
-    # number's passes that ZeRO does not share, such as the clip's
-    # float8_bytes: of the passes that turn a number into float8: it is read in bf16, and written
-    # as a row and as a column of codes
-    # of experts, fitted by benchmarks/planning/experts.py.
-    # expert_skew: rows of the fullest rank of ep, over the mean. dispatch: seconds of
-    # ep's transfers, over those of the links' rates. dispatch_forward, dispatch_backward: bytes of
-    # passes for each number of a row that goes to an expert. expert_host: seconds of a launch.
-    # expert_loop: 1 where the weight gradient of each expert is a launch of its own. expert_wgrad:
-    # 1 where one of B's all-to-alls travels under the weight gradient of their first matmul
+    # zero1_all_reduce: 1 if ZeRO 1 sums gradients by an all-reduce. update_unsharded: bytes that
+    # passes of the update move per parameter without sharding, such as the clip's
+    # float8_bytes: bytes that a cast to float8 moves per element: it is read in bf16, and written
+    # in rows and in columns of codes
+    # Constants of experts, fitted by benchmarks/planning/experts.py:
+    # expert_skew: rows of the fullest rank of ep divided by the mean. dispatch: seconds of ep's
+    # transfers divided by those by the links' rates. dispatch_forward, dispatch_backward: bytes
+    # moved by passes per element of a row that is sent to an expert. expert_host: seconds of a
+    # launch. expert_loop: 1 if each expert's weight gradient is a launch of its own. expert_wgrad:
+    # 1 if one of B's all-to-alls overlaps the weight gradient of the experts' first matmul
     "expert_skew": 1.05, "dispatch": 1.45, "dispatch_forward": 12.0, "dispatch_backward": 14.0,
     "expert_host": 0.0, "expert_loop": 0.0, "expert_wgrad": 0.0,
     "zero1_all_reduce": 0.0, "update_unsharded": 0.0, "float8_bytes": 4.0,
 }  # fmt: skip
 WEFT: dict[str, float] = dict(
-    # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
-    # h / tp and of f / tp; of each score of an unfused attention; of each logit. Of each number: to
-    # accumulate a micro-batch's gradient, of the update, sent as gradient, sent as weight. What
-    # backward needs, where it differs from MEMORY: TERMS of predict.py.
-    # this repository with its fused kernels (docs/kernels.md: 3.43 GB between a layer's matmuls for
-    # 8,192 tokens of 8B). Its kernels, links and host are the device file's: see `own`
+    # Bytes moved by passes over memory. Per token, in bf16: hidden_bytes in units of h (norms,
+    # residuals), inner_bytes of h / tp, ffn_bytes of f / tp; scores_bytes per score of unfused
+    # attention; logit_bytes per logit; backward_bytes: backward's as a multiple of forward's. Per
+    # parameter: accumulate_bytes for a micro-batch's gradient, update_bytes, and the sent
+    # gradient_bytes and parameter_bytes.
+    # Values for this repository's fused kernels (docs/kernels.md: 3.43 GB between a layer's matmuls
+    # for 8,192 tokens of 8B). Rates of kernels, links and host are the device file's: see `own`
         hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=6, accumulate_bytes=0, update_bytes=42, gradient_bytes=4, parameter_bytes=2,
         sum_hidden=0.8, sum_hidden_0=0.8, sum_calls=0.1, message_exposed=0.3, jitter=0.005,
@@ -50,30 +52,30 @@ WEFT: dict[str, float] = dict(
         split_backward=3.0,  # B hides none of its 4 transfers, and W gathers 4 operands
         # counted in a rehearsal: 38 and 78 bytes at ep 4, 30 and 71 at ep 1
         dispatch_forward=38, dispatch_backward=78, expert_loop=1, expert_wgrad=1,
-    # assumed: transfers of activations that backward shows, of 6; share of the host's seconds that
-    # recomputing adds; collectives a layer that sum gradients without ZeRO; share of a layer that
-    # hides its ZeRO 3 transfers, and of those that always shows
+    # Assumed. tp_backward: exposed transfers of activations in backward, of 6; host_recompute:
+    # share by which recomputation increases the host's time; sum_calls_0: collectives per layer
+    # that sum gradients without ZeRO; fsdp_hidden: share of a layer's time that hides its ZeRO 3
+    # transfers; fsdp_least: share of those that is always exposed
     tp_backward=5.0, host_recompute=0.3, sum_calls_0=0.1, fsdp_hidden=0.8, fsdp_least=0.1,
     host_beside=1e-7, host_crossing=1e-7,
 )  # fmt: skip
-HOST_SHARE = 0.73  # of PCIe's rate from a GPU to its host: 46.8 GB/s of 64 on nodes of 8 H100
+HOST_SHARE = 0.73  # share of PCIe's rate that copies reach: 46.8 of 64 GB/s on nodes of 8 H100
 HOST_COSTS = ("launch", "function", "triton", "triton_argument", "transfer", "message")
 LAYER = {"launch": 15.0, "function": 16.0, "triton": 10.0, "triton_argument": 127.0}
-# what the host launches, by the device file's HOST_COSTS: F and B of a layer, of one with tp, more
-# for each tp rank but one where tp's transfers are in a ring, of the head and the embedding,
-# counted in a rehearsal
+# numbers of launches by HOST_COSTS, counted in a rehearsal: F and B of a layer, without and with
+# tp; a stage; additional ones for each tp rank but one if tp's transfers are in a ring; the head
+# and the embedding; a step
 LAUNCHES: dict[str, dict[str, float]] = {
     "host_layer": LAYER, "host_layer_tp": {**LAYER, "transfer": 10}, "host_stage": {},
     "host_ring": {"launch": 14, "message": 10},
     "host_head": {"launch": 27, "function": 8, "triton": 5, "triton_argument": 52},
     "host_step": {"launch": 67}, "host_socket": {},
 }  # fmt: skip
-TIMED = 14  # of a layer's launches, matmuls and attention: their own seconds have the start
+TIMED = 14  # launches of a layer that are matmuls or attention, whose seconds include the start
 
 
 def device_constants(name: str) -> dict[str, float]:
-    """Return the numbers of a device file: peaks, SMs, bandwidths of memory and of the inner links.
-    """
+    """Return the numbers of a device file: peaks, SMs, bandwidths of memory and the inner links."""
     device = read_device(name)
     found = {
         **device.numbers,
@@ -90,7 +92,7 @@ def device_constants(name: str) -> dict[str, float]:
 
 
 def own(name: str) -> dict[str, float]:
-    """Return the constants of this repository: the device file's, and what its host launches."""
+    """Return the constants of this repository on a device, with its host's launch costs."""
     device = read_device(name)
     found = {**FIXED, **WEFT, **device_constants(name)}
     kernel = "cudnn" if device.major >= 9 else "flash"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List every layout of a model on a cluster: tp, cp, pipeline, dp, ZeRO, what is recomputed.
+"""List every layout of a model on a cluster: tp, cp, pipeline, dp, ZeRO stage, recomputation.
 
-A layout is listed where the rules of pretrain_llama.py's flags allow it. Left out are ZeRO stages 2
-and 3 in a pipeline, as unsharded gradients and weights are the peak there, offload where
-W is separate from B, and context parallelism that leaves a rank less than SHORTEST tokens.
-forecast/planner/search.py adds those that fit with the optimizer's state in host memory alone.
+A layout is listed if the rules of pretrain_llama.py's flags allow it. Some are left out: ZeRO
+stages 2 and 3 in a pipeline, as unsharded gradients and weights are the peak there; offload in
+schedules that separate W from B; context parallelism with less than SHORTEST tokens per rank.
+forecast/planner/search.py adds layouts that fit only with the optimizer's state in host memory.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from forecast.planner.pipeline import paired
 from mpu.pipeline.schedules import CHUNKS, OVERLAPPING, SPLIT, V_SHAPED
 
 TENSOR, CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)
-SCHEDULES = [  # all but GPipe, which keeps all micro-batches for the same bubble as 1F1B's
+SCHEDULES = [  # all but GPipe, which has 1F1B's bubble and more activations
     (name, v) for name, chunks in CHUNKS.items() if name != "gpipe"
     for v in ((2, 4) if name == "interleaved" else (chunks,))
 ]  # fmt: skip
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTE = ("none", "selective", "block", "full")
-DEEPEST = 64  # pipeline ranks
-SHORTEST = 1024  # tokens of a context-parallel rank
+DEEPEST = 64  # most pipeline ranks
+SHORTEST = 1024  # fewest tokens of a context-parallel rank
 RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -36,7 +36,7 @@ RECOMPUTE_FLAGS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of a run, as its flags give it."""
+    """One layout of a run; its fields correspond to flags."""
 
     tp: int
     pp: int
@@ -55,7 +55,7 @@ class Layout:
     dtype: str = "bf16"  # bf16, or a float8 recipe
     each: bool = False  # --zero-reduce-each-microbatch
     states: bool = False  # --optimizer-state-offload
-    on_host: bool = False  # --optimizer-cpu-offload: the update is the host's
+    on_host: bool = False  # --optimizer-cpu-offload: the update runs on the host
     ep: int = 0  # expert-parallel ranks; 0: the model has none
     dispatcher: str = "auto"  # --moe-token-dispatcher-type
     overlap_ep: bool = False  # --overlap-moe-expert-parallel-comm
@@ -99,11 +99,11 @@ class Layout:
 
     @property
     def mechanisms(self) -> int:
-        """Return how many mechanisms a run of the layout relies on besides plain data parallelism.
+        """Return the number of mechanisms that the layout uses besides plain data parallelism.
 
-        One each: tensor, context, expert and pipeline parallelism, a schedule that is neither 1F1B
-        nor interleaved, a forward during a backward, ZeRO 2 or 3, recomputation, activations in
-        host memory, the optimizer's state there, its update on the host.
+        One each for tensor, context, expert and pipeline parallelism, a schedule with separate W,
+        forwards that overlap backwards, ZeRO 2 or 3, recomputation, activations in host memory, the
+        optimizer's state there, its update on the host.
         """
         return sum((self.tp > 1, self.cp > 1, self.ep > 1, self.pp > 1, self.split, self.overlap_ep,
                     self.zero > 1, self.recompute != "none", self.offload,
@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def can_overlap_ep(self) -> bool:
-        """Return whether --overlap-moe-expert-parallel-comm is allowed, and hides anything."""
+        """Return whether --overlap-moe-expert-parallel-comm is allowed and has an effect."""
         if self.ep <= 1 or self.offload or (self.zero == 3 and self.pp == 1):
             return False
         shape = self.schedule, self.pp, self.micro_batches, self.virtual
@@ -119,19 +119,19 @@ class Layout:
 
     @property
     def v_shape(self) -> bool:
-        """Return whether the second chunk comes back up the ranks."""
+        """Return whether the second chunks run from the last rank back to the first."""
         return self.pp > 1 and self.schedule in V_SHAPED
 
 
 class Choice(NamedTuple):
-    """How a layer's transfers travel: --cp-comm-type and --tp-comm-overlap."""
+    """How a layer communicates: --cp-comm-type and --tp-comm-overlap."""
 
     comm: str = "p2p"
     overlap: str = "none"
 
 
 def choices(model: Model, tp: int, cp: int) -> list[Choice]:
-    """Return every way that the flags allow at a tp and a cp."""
+    """Return every Choice that the flags allow at a tp and a cp."""
     m = model.config.model
     heads = m.num_attention_heads // tp
     groups = max(1, (m.num_query_groups or m.num_attention_heads) // tp)
@@ -159,7 +159,10 @@ def layouts(
     model: Model, cluster: Cluster, batch: int, how: dict[tuple[int, int, int], Choice],
     dtype: str = "bf16",
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yield every layout for a batch of so many sequences. how: of each tp, cp and micro-batch."""
+    """Yield every layout for a batch of `batch` sequences.
+
+    how: the Choice for each (tp, cp, micro-batch size).
+    """
     layers = model.config.model.num_layers
     for tp, cp in grids(model, cluster):
         ranks = cluster.gpus // (tp * cp)
@@ -195,7 +198,7 @@ def layouts(
 
 
 def eps(model: Model, ranks: int) -> list[int]:
-    """Return the numbers of ranks of a stage that the experts can be dealt out over; 0: none."""
+    """Return the possible expert-parallel sizes; [0] for a dense model."""
     if not model.experts:
         return [0]
     powers = (1 << n for n in range(model.experts.bit_length()))

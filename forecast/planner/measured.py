@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run layouts of a plan for some steps on the user's own ranks, and keep what was measured.
+"""Run layouts of a plan for some steps on the user's own ranks, and store the measurements.
 
-A run is pretrain_llama.py with the flags of the plan, on mock data; nothing is saved. Its rate is
-the median of --log-json's tokens a second, without the first quarter of its steps, in which kernels
-are compiled and memory is allocated. Results are kept in a JSON file of the user's. A later plan of
-the same model on the same cluster ranks these layouts by it.
+A run is pretrain_llama.py with the flags of the plan, on mock data, without checkpoints. Its rate
+is the median of --log-json's tokens per second, without the first quarter of its steps, in which
+kernels are compiled and memory is allocated. Results are stored in a JSON file of the user's. A
+later plan of the same model on the same cluster ranks these layouts by their measured rates.
 """
 
 import json
@@ -36,35 +36,38 @@ from training.run.waiting import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = "weft-measured"
-LOOK = 0.5  # seconds between two looks at the log of a run
+LOOK = 0.5  # seconds between two reads of a run's log
 PATIENCE = 45.0  # seconds for the ranks to end: a step, and torchrun's own 30 s
-LARGEST = 1 << 26  # bytes of a run's log, and of what it prints, that are read
+LARGEST = 1 << 26  # most bytes that are read of a run's log, and of its standard error
 NUMBERS = {"tokens_per_second": (int, float), "steps": (int,)}  # the other values are texts
-SLURM = ("srun: ", "slurmstepd: ")  # begin lines that follow those of the ranks
+SLURM = ("srun: ", "slurmstepd: ")  # prefixes of SLURM's lines, which follow those of the ranks
 
 
 class MeasureError(ValueError):
-    """A measurement that cannot be made, or a file of results that cannot be read: the text names
-    the flag or file, the value and the rule.
+    """A measurement cannot be made, or a file of results cannot be read.
+
+    The message names the flag or file, the value and the rule.
     """
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout that was run."""
+    """The result of running a layout."""
 
     model: str  # as `names_of` writes it
     cluster: str  # as `names_of` writes it
     layout: str  # its flags
-    tokens_per_second: float  # of all ranks; 0 where it failed
-    steps: int  # steps in the median
-    error: str  # last line of a run that failed, else ""
+    tokens_per_second: float  # of all ranks; 0 if the run failed
+    steps: int  # number of steps in the median
+    error: str  # the reason if the run failed, such as its last line; else ""
     date: str  # such as 2026-11-29
 
 
 def names_of(model: Model, cluster: Cluster) -> tuple[str, str]:
-    """Return what a result holds for: the model's flags, with the digest of a fork's file, and the
-    cluster with the number and kind of its ranks.
+    """Return the model and the cluster of a result, as text.
+
+    These are the model's flags, with the digest of a fork's file, and the cluster's name with the
+    number and kind of its ranks.
     """
     words, file = shlex.join(model.flags), model.config.model.model_file
     if not file.startswith("model/"):
@@ -74,7 +77,7 @@ def names_of(model: Model, cluster: Cluster) -> tuple[str, str]:
 
 
 class Results:
-    """The results in a file, which may not be there yet. Raises MeasureError, OSError."""
+    """The results in a file, which need not exist yet. Raises MeasureError, OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,9 +89,9 @@ class Results:
         return {run.layout: run for run in self.runs if (run.model, run.cluster) == names}
 
     def add(self, run: Measured) -> None:
-        """Keep a result, in place of an older one of the layout, and write the file."""
+        """Store a result, replacing an older one of the same layout, and write the file."""
         key = (run.model, run.cluster, run.layout)
-        now = _read(self.path)  # another job may have added its own
+        now = _read(self.path)  # another job may have added results
         self.runs = [old for old in now if (old.model, old.cluster, old.layout) != key]
         self.runs.append(run)
         content = {"format": FORMAT, "runs": [asdict(each) for each in self.runs]}
@@ -97,7 +100,7 @@ class Results:
 
 
 def _read(path: Path) -> list[Measured]:
-    """Return the results of a file. Raises MeasureError, OSError."""
+    """Return the results of a file, [] if it does not exist. Raises MeasureError, OSError."""
     if not os.path.lexists(path):
         return []
     try:
@@ -113,7 +116,7 @@ def _read(path: Path) -> list[Measured]:
 
 
 def _measured(entry: Any) -> Measured:
-    """Return the result that an entry of the file holds. Raises ValueError."""
+    """Return the result of an entry of the file. Raises ValueError."""
     names = [field.name for field in fields(Measured)]
     if not isinstance(entry, dict) or entry.keys() != {*names}:
         raise ValueError(f"a run must be an object with {', '.join(names)}")
@@ -125,8 +128,8 @@ def _measured(entry: Any) -> Measured:
 
 
 def ranked(layouts: Iterable[str], results: Mapping[str, Measured]) -> list[str]:
-    """Return layouts in the order of a table: those measured, the fastest first; the others as they
-    are; those that failed.
+    """Return layouts in the order of the table: measured ones, the fastest first, then those
+    without a result in their given order, then failed ones.
     """
 
     def place(layout: str) -> tuple[int, float]:
@@ -138,10 +141,10 @@ def ranked(layouts: Iterable[str], results: Mapping[str, Measured]) -> list[str]
 
 
 def launcher(cluster: Cluster, launch: str) -> list[str]:
-    """Return the words that start a program on every rank of a cluster.
+    """Return the command that starts a program on every rank of a cluster.
 
-    launch: the user's own, for ranks of other machines; "": torchrun, on this one. Raises
-    MeasureError where they cannot be started.
+    launch: the user's command, for ranks on other machines; "": torchrun, on this one. Raises
+    MeasureError if the ranks cannot be started.
     """
     if launch:
         words = shlex.split(launch)
@@ -172,9 +175,9 @@ def measure(
     model: Model, cluster: Cluster, layout: str, words: Sequence[str], steps: int, folder: Path,
     progress: Progress,
 ) -> Measured:  # fmt: skip
-    """Run a layout for some steps, and return what its ranks did.
+    """Run a layout for some steps, and return the result.
 
-    words: what starts them, with the program and its flags. folder: has the log until the run ends.
+    words: the command that starts the ranks. folder: where a temporary folder with the log is made.
     progress: counts the steps. An exception, such as Ctrl-C's, ends the ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +198,7 @@ def measure(
 
 
 def _run(words: Sequence[str], log: Path, errors: Path, progress: Progress) -> int:
-    """Run a command to its end, and return its exit code. errors: gets its standard error."""
+    """Run a command to its end, and return its exit code. errors: file for its standard error."""
     seen = 0
     # in a session of its own, so that Ctrl-C does not reach the launcher a second time
     with (
@@ -222,7 +225,7 @@ def _run(words: Sequence[str], log: Path, errors: Path, progress: Progress) -> i
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks; it passes the signal on to those in other sessions."""
+    """End a launcher and its ranks. The launcher forwards the signal to ranks in other sessions."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -232,7 +235,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _rates(log: Path) -> list[float]:
-    """Return the tokens a second of each step that a log has so far."""
+    """Return the tokens per second of each step in a log so far."""
     if not log.exists():
         return []
     lines = read_plain(log, LARGEST).split(b"\n")[:-1]
@@ -241,7 +244,7 @@ def _rates(log: Path) -> list[float]:
 
 
 def _last_line(errors: Path) -> str:
-    """Return the last line of a run's standard error, where there is one that is not SLURM's."""
+    """Return the last line of a run's standard error, if possible one that is not SLURM's."""
     text = read_plain(errors, LARGEST).decode(errors="replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     own = [line for line in lines if not line.startswith(SLURM)]

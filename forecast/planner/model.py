@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name a model: by its size, by the config.json of Hugging Face, or by flags, a fork's too."""
+"""Read a model from the name of a size, a config.json of Hugging Face, or flags (of forks, too)."""
 
 import shlex
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ LLAMA = {  # names of model.llama.SIZES
     "1B": "llama3.2-1b", "3B": "llama3.2-3b", "7B": "llama2-7b", "8B": "llama3-8b",
     "13B": "llama2-13b", "70B": "llama3-70b", "405B": "llama3.1-405b",
 }  # fmt: skip
-REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what parsing requires besides a plan
-MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, their width, channels
+REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # flags that parsing requires in addition
+# layers, hidden, ffn, heads, groups, vocabulary; experts, top k, expert ffn; kv channels; RoPE base
+MIXTURES = {
     "MIXTRAL-8X7B": ((32, 4096, 14336, 32, 8, 32000), (8, 2, 14336), 128, 1000000),
     "MIXTRAL-8X22B": ((56, 6144, 16384, 48, 8, 32768), (8, 2, 16384), 128, 1000000),
     "QWEN3-30B-A3B": ((48, 2048, 6144, 32, 4, 151936), (128, 8, 768), 128, 1000000),
@@ -33,23 +34,23 @@ MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, the
 ALIASES = {"MIXTRAL": "MIXTRAL-8X7B", "QWEN3-30B": "QWEN3-30B-A3B", "QWEN3-235B": "QWEN3-235B-A22B"}
 IMPLIED = ("model/llama.py", "model/moe.py")  # files that need no --model-file
 LENGTH = "max_position_embeddings"
-FEW = 1  # layers of a model whose parts are costed
+FEW = 1  # layers of the model of which `costs` takes the parts
 
 
 class ModelError(ValueError):
-    """A model that cannot be planned: the text names what was given and the rule."""
+    """A model cannot be planned. The message names the given value and the rule."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its flags; config: as pretrain_llama.py reads them on one rank."""
+    """A model by its flags. config: these flags as pretrain_llama.py reads them on one rank."""
 
     name: str
     flags: tuple[str, ...]
     config: Config
 
     def costs(self) -> tuple[float, float, float]:
-        """Return forward FLOPs of a token: embedding, a layer, head."""
+        """Return the forward FLOPs per token of the embedding, of a layer and of the head."""
         few = replace(self.config, model=replace(self.config.model, num_layers=FEW))
         profile = model_profile(few, pretrain_llama.model_provider)
         return profile.embedding, profile.layers[0], profile.head
@@ -57,11 +58,11 @@ class Model:
 
     @property
     def experts(self) -> int:
-        """Return the experts of a layer; 0: the model is dense."""
+        """Return the number of experts of a layer; 0: the model is dense."""
         return self.config.moe.experts
 
     def own(self) -> dict[str, float]:
-        """Return the sizes of experts, and of a head, as Runs has them."""
+        """Return the sizes of experts and of attention heads, by the names of fields of Runs."""
         moe, m = self.config.moe, self.config.model
         found: dict[str, float] = {"channels": m.kv_channels or 0}
         if self.experts:
@@ -77,12 +78,12 @@ MIXED = (
 
 
 def read_flags(argv: Sequence[str], world: int) -> Config:
-    """Return the Config of flags, a fork's own among them. Raises UsageError."""
+    """Return the Config of flags, including a fork's own. Raises UsageError."""
     return parse(argv, world, own_flags(model_file(argv)))
 
 
 def on_cpu(model: Model) -> Model:
-    """Return the model as it is run on CPU ranks."""
+    """Return the model with --device cpu."""
     words = (*model.flags, "--device", "cpu")
     return replace(model, flags=words, config=read_flags([*words, *REST.split()], 1))
 
@@ -90,7 +91,7 @@ def on_cpu(model: Model) -> Model:
 def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
     """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError.
 
-    optimizer: that of the run, as --optimizer names it; "": what the flags say.
+    optimizer: value of --optimizer; "": the one of the flags.
     """
     if name.lstrip().startswith("-"):
         flags = shlex.split(name)
@@ -114,7 +115,7 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
 
 
 def _llama(name: str) -> list[str]:
-    """Return the flags of a size of model.llama.SIZES; RoPE's scaling costs nothing."""
+    """Return the flags of a size of model.llama.SIZES, without RoPE scaling, which is free."""
     m = SIZES[name]
     flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size}
         --ffn-hidden-size {m.ffn_hidden_size} --num-attention-heads {m.num_attention_heads}
@@ -125,7 +126,7 @@ def _llama(name: str) -> list[str]:
 
 
 def _hugging_face(path: Path) -> list[str]:
-    """Return the flags of a config.json's model, of one of Weft's own files."""
+    """Return the flags of a config.json's model. Raises ModelError."""
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join([*LLAMA, *MIXTURES])
@@ -138,7 +139,7 @@ def _hugging_face(path: Path) -> list[str]:
         found = flags_of(sizes)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from None
-    del found[flag_of(LENGTH)]  # a plan may be of longer sequences
+    del found[flag_of(LENGTH)]  # a plan may have longer sequences
     if not isinstance(found.get("--moe-layer-freq", 1), int):
         raise ModelError(f"{path}: {MIXED}")
     words = [] if file in IMPLIED else ["--model-file", file]
@@ -156,7 +157,7 @@ def _hugging_face(path: Path) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """Return a flag's value; a number without digits that say nothing."""
+    """Return a flag's value as text; a float in its short form, if that is exact."""
     short = f"{value:g}" if type(value) is float else str(value)
     return short if type(value) is not float or float(short) == value else repr(value)
 
@@ -172,7 +173,10 @@ def _mixture(name: str) -> list[str]:
 
 
 def last_of_each(argv: list[str]) -> list[str]:
-    """Return flags without what a later one of the same name replaces; some only add to it."""
+    """Return flags without those that a later one of the same name replaces.
+
+    All occurrences of repeatable flags are kept, as later ones add to earlier ones.
+    """
     added = {flag.name for flag in live_flags().values() if flag.rule.repeated}
     given = [n for n, word in enumerate(argv) if word.startswith("--")]
     latest = {argv[n]: n for n in given}

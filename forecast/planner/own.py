@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a layout of the user's own flags."""
+"""Read a layout from the user's own flags."""
 
 import shlex
 from dataclasses import fields, replace
@@ -10,13 +10,13 @@ from forecast.planner.search import PlanError
 from mpu.layers.float8.rows import RECIPES
 from training.settings.config import Config
 
-OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ: same layers
+OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ from MODEL's
 
 
 def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Config:
     """Return the Config of a layout's flags on a cluster. Raises PlanError, UsageError.
 
-    batch: sequences of a step where the flags say none; 0: as the trainer takes it.
+    batch: sequences of a step if the flags do not set them; 0: the trainer's default.
     """
     words = shlex.split(flags)
     if batch and not any(word.startswith("--global-batch-size") for word in words):
@@ -42,7 +42,7 @@ def dtype_of(config: Config) -> str:
 
 
 def with_optimizer(model: Model, flags: str) -> Model:
-    """Return the model with the optimizer that a layout's flags name, if they name one."""
+    """Return the model with the optimizer of a layout's flags, if these set one."""
     added, taken = list[str](), False
     for word in shlex.split(flags):
         if word.startswith("--"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline's schedule waits and keeps, by building it and playing it.
+"""The bubble and the activations in flight of a pipeline schedule.
 
-A schedule is data (mpu/pipeline/schedules.py), so a new one is planned as soon as it is there.
-`bubble` plays a short one of the same shape (mpu/pipeline/simulate.py), and `in_flight` walks its
-lists.
+A schedule is data (mpu/pipeline/schedules.py), so the planner needs no change for a new one.
+`bubble` simulates a short schedule of the same shape (mpu/pipeline/simulate.py); `in_flight` counts
+along its lists of actions.
 """
 
 from functools import lru_cache
@@ -18,15 +18,15 @@ from mpu.pipeline.simulate import Costs, simulate
 SCHEDULES = (*NAMES, "zb-2p")  # the last: of published runs, with twice the activations, no bubble
 V_SHAPED = [SCHEDULES.index(name) for name in FOLDED]
 SPLIT_SCHEDULES = [SCHEDULES.index(name) for name in (*SPLIT, "zb-2p")]  # W is separate from B
-FEW = 8  # pipeline ranks that stand for more
-EVEN = 2, 3  # micro-batches a rank from which a bubble grows evenly, if it grows
+FEW = 8  # most pipeline ranks that are simulated
+EVEN = 2, 3  # micro-batches per rank from which a bubble is linear in them
 
 
 @lru_cache(maxsize=4096)
 def bubble(name: str, p: int, m: int, v: int, again: bool, overlaps: bool = False) -> float:
     """Return the bubble of equal stages in units of 1F1B's, (p - 1) (F + B + W) of a chunk.
 
-    F = W = 1 and B = 1, or 2 where the forward runs `again` in it. overlaps: F's overlap B's.
+    F = W = 1; B = 1, or 2 if it recomputes the forward (`again`). overlaps: F's overlap B's.
     """
     if name not in NAMES:
         return 0.0
@@ -39,7 +39,7 @@ def bubble(name: str, p: int, m: int, v: int, again: bool, overlaps: bool = Fals
 
 @lru_cache(maxsize=4096)
 def _played(name: str, p: int, each: float, v: int, again: bool, overlaps: bool) -> float:
-    """Return the bubble of so many micro-batches for each of p ranks."""
+    """Return the bubble with `each` micro-batches per rank."""
     m = max(1, round(each * p))
     if name == "interleaved":
         m = -(-m // p) * p
@@ -51,9 +51,9 @@ def _played(name: str, p: int, each: float, v: int, again: bool, overlaps: bool)
 
 @lru_cache(maxsize=4096)
 def paired(name: str, p: int, m: int, v: int) -> float:
-    """Return the share of F's that overlap a B, on the rank that has most of these: the last one.
+    """Return the share of F's that overlap a B, on the rank with most of these, the last one.
 
-    The others have as many more F's alone as they wait less.
+    Other ranks have more F's that overlap no B, but wait less by as much.
     """
     few = min(m, EVEN[1] * p)
     schedule = build(name, p, few, v, overlaps=True)
@@ -64,16 +64,16 @@ def paired(name: str, p: int, m: int, v: int) -> float:
 def in_flight(
     name: str, p: int, m: int, v: int, overlaps: bool = False
 ) -> npt.NDArray[np.float64]:
-    """Return [ranks, moments, 2]: activations of a chunk that wait for B, and those that wait for
-    W, at each moment that no other exceeds in both. Moments beyond a rank's own repeat its first.
+    """Return [ranks, moments, 2]: numbers of chunks' activations stored for B, and for W.
 
-    overlaps: F's overlap B's; while both run they count once.
+    Only moments that no other one exceeds in both are returned; ranks with fewer of them repeat
+    their first. overlaps: F's overlap B's; while both run they count once.
     """
     few = min(m, EVEN[0] * p)
     found = _in_flight(name, p, few, v, overlaps)
     if found.max() < few * v:
         return found
-    return _in_flight(name, p, m, v, overlaps)  # GPipe keeps all of them
+    return _in_flight(name, p, m, v, overlaps)  # GPipe stores all micro-batches
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +83,7 @@ def _in_flight(name: str, p: int, m: int, v: int, overlaps: bool) -> npt.NDArray
         b = w = 0
         seen, pairs = set[tuple[int, int]](), schedule.overlapped_forwards(rank)
         for n, action in enumerate(actions):
-            if n - 1 in pairs:  # the B that takes the place of its F
+            if n - 1 in pairs:  # this B frees what the F that overlaps it stores
                 continue
             b += {"F": n not in pairs, "B": -1}.get(action.kind, 0)
             w += {"B": 1, "W": -1}.get(action.kind, 0) * schedule.split

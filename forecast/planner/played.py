@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a step by the rehearsal: its record of a rank, its clock, its model of a pipeline.
+"""Time a step by a rehearsal: its record of a rank, its clock, its model of a pipeline.
 
-Rank 0 is recorded with few layers a stage and few micro-batches (forecast/rehearsal/worker.py), at
-two counts of each, and what further ones take is added. So these are the seconds that `--rehearse`
-of the same flags prints. A model whose layers differ is recorded with all of them, and so is Muon.
+Rank 0 is recorded with few layers per stage and few micro-batches (forecast/rehearsal/worker.py),
+at two counts of each, and extrapolated to all. The result is the time that `--rehearse` with the
+same flags prints. All layers are recorded if they differ, or with Muon.
 """
 
 import json
@@ -43,25 +43,25 @@ from training.settings.pipeline_schedule import GROUP, micro_batch_counts, own_s
 from training.settings.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = 2  # ranks of a pipeline that is recorded for a longer one, and chunks of a rank for more
-PAIRS = (4, 6)  # micro-batches for each pipeline rank where a forward runs during a backward
+SHORT = 2  # most pipeline ranks, and chunks of a rank, that are recorded
+PAIRS = (4, 6)  # micro-batches per pipeline rank to record if forwards overlap backwards
 PARTS = ("F", "B", "W")
 Numbers = Mapping[str, float]
 
 
 class Point(NamedTuple):
-    """Layers of each stage, and those of them that backward runs again, in a record."""
+    """Layers of each stage in a record, and how many of these are recomputed."""
 
     layers: int
     again: int
 
 
 class Unplayable(ValueError):
-    """A layout that no rehearsal runs: the text says why."""
+    """A layout cannot be rehearsed. The message has the reason."""
 
 
 class Worker:
-    """The process that rehearses. It starts at once, and ends with the context."""
+    """The process that runs rehearsals. It starts at once and ends with the context."""
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile("w+")
@@ -71,13 +71,13 @@ class Worker:
         )  # fmt: skip
 
     def ask(self, jobs: Sequence[dict[str, Any]]) -> None:
-        """Have jobs done; those that are asked for first are done first."""
+        """Send jobs to the process, which answers in order."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: no answer comes
+        with suppress(BrokenPipeError):  # the process has ended; `answer` raises
             print(json.dumps(jobs), file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer to the next job. Raises Unplayable where the process has ended."""
+        """Return the answer to the next job. Raises Unplayable if the process has ended."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             found: dict[str, Any] = json.loads(line)
@@ -96,19 +96,19 @@ class Worker:
 
 
 class Play(NamedTuple):
-    """How a layout is recorded and timed."""
+    """How to record and time a layout."""
 
-    config: Config  # its own
+    config: Config  # of the layout
     cut: list[int]  # layers of each chunk of rank 0
-    chunks: int  # chunks that are recorded; further ones are like the last of them
+    chunks: int  # number of recorded chunks; the last one represents further ones
     again: int  # layers of a stage that are recomputed
     device: Device  # with the links of the cluster
     points: list[Point]  # the recordings, by their number of layers
-    jobs: list[dict[str, Any]]  # for the worker, equally many for each point
+    jobs: list[dict[str, Any]]  # for the worker; the same number for each point
 
 
 def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
-    """Return how a run of a model is to be played. argv: its flags."""
+    """Return how to record and time a run of a model. argv: its flags."""
     config, device = read_flags(list(argv), cluster.gpus), cluster.links()
     provider, p = pretrain_llama.model_provider, config.parallel
     stages = stages_of(config, provider)
@@ -116,27 +116,27 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
     alone = p.pipeline_model_parallel_size == 1
-    # a second layer has its weights gathered under the first, or its activations sent away; sums of
-    # gradients show where they take longer than backwards, but not before the first are over, and
-    # not alike in every second layer
+    # record two layers at least if a layer's weights are gathered, or its activations offloaded,
+    # during another one. Gradient sums that take longer than backwards are exposed only after the
+    # first of them, and not equally in the second layer: then record two and four
     sums = alone and p.overlap_grad_reduce and p.data_parallel_size * p.context_parallel_size > 1
     few = 1 + (sums or (alone and p.zero >= 3) or config.gpu.cpu_offload_activations)
     more = few + 1 + sums
     small = alone and cut[0] <= more
-    # owners of matrices get matrices, not layers
+    # whole matrices are distributed over their owners, so time is not linear in the layers
     if small or not alike(config, provider) or needs_full_matrices(config):
-        points = [Point(0, 0)]  # all of them
+        points = [Point(0, 0)]  # all layers
     elif block:
         points = [Point(few, 1), Point(more, 1), Point(more, 2)]
     else:
         points = [Point(n, 0) for n in (few, more)]
     one = config.batch.micro_batch_size * p.data_parallel_size
     count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
-    # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes
+    # rank 0 does the same in a pipeline of two, if its neighbours on other axes stay the same
     if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
         ranks = min(ranks, SHORT)
     chunks = min(len(cut), SHORT) if points[0].layers else len(cut)
-    # a first step learns the order of gathers, and has no state that comes back from the host
+    # a first step records the order of gathers, and copies no state back from the host
     learns = p.zero >= 3 or p.optimizer_state_offload
     if p.overlap_moe_expert_parallel_comm:
         counts = sorted({min(count, each * ranks) for each in PAIRS})
@@ -164,8 +164,8 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
 
 
 def of_layers(config: Config, point: Point, ranks: int, chunks: int) -> list[str]:
-    """Return the flags of a pipeline of so many ranks, and chunks of each, with few layers in each
-    stage, and buckets as all have.
+    """Return the flags of a pipeline of `ranks` ranks of `chunks` chunks, with few layers in each
+    stage and the bucket size of the whole model.
     """
     p, n = config.parallel, point.layers
     stages = ranks * chunks
@@ -187,7 +187,7 @@ def of_layers(config: Config, point: Point, ranks: int, chunks: int) -> list[str
 
 
 def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
-    """Return the time of a step, from its records. Raises Unplayable with what a record raised."""
+    """Return the timing of a step from the worker's answers. Raises Unplayable with their error."""
     for found in answers:
         if "error" in found:
             raise Unplayable(found["error"])
@@ -200,7 +200,7 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
     ranks = config.parallel.pipeline_model_parallel_size
 
     def at(name: str, chunks: Sequence[int], recorded: int = 1) -> float:
-        """Return a number of chunks of so many layers, as a mean of those that are recorded."""
+        """Return a number at the layers of `chunks`; recorded: number of chunks that it covers."""
         layers = sum(chunks) / recorded
         again = sum(min(play.again, n) for n in chunks) / recorded
         return at_layers(play, [record.get(name, 0.0) for record in records], layers, again)
@@ -226,7 +226,7 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
         simulated, exposed = through(schedule, 0, seconds, found[SEND], exposed)
         step = found[REST] + simulated.step
     bounds = of_kind(found, BOUND)
-    # few layers may run in the lead that a slow host has by the head's long kernels, and many not
+    # during the head's long kernels a slow host gets ahead; the lead lasts for few layers, not many
     behind = max(0.0, bounds["host"] - step)
     step += behind
     profile = model_profile(config, pretrain_llama.model_provider)
@@ -240,14 +240,16 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
 
 
 def of_kind(found: Numbers, kind: str) -> dict[str, float]:
-    """Return the numbers of a kind by their own names."""
+    """Return the numbers of a kind, without the kind in their names."""
     return {name.partition(SEPARATOR)[2]: value for name, value in found.items()
             if name.startswith(kind + SEPARATOR)}  # fmt: skip
 
 
 def without_negatives(seconds: Numbers) -> dict[str, float]:
-    """Return parts of the same sum, none of them below 0: where few layers wait for one thing and
-    more layers wait for another instead, the first one's line falls, and the second one's is steep.
+    """Return parts with the same sum, none of them negative.
+
+    If few layers wait for one axis and more layers wait for another one instead, extrapolation
+    makes the former negative and the latter too large.
     """
     found = {name: max(0.0, value) for name, value in seconds.items()}
     if over := sum(found.values()) - sum(seconds.values()):
@@ -257,7 +259,7 @@ def without_negatives(seconds: Numbers) -> dict[str, float]:
 
 
 def at_count(points: Sequence[Any], count: int) -> Numbers:
-    """Return numbers at so many micro-batches, from those of one count or two."""
+    """Return the numbers at `count` micro-batches, from those at one count or two."""
     points = sorted(points, key=lambda point: point[0])
     (few, low), (many, high) = points[0], points[-1]
     if few == many:
@@ -270,7 +272,7 @@ def at_count(points: Sequence[Any], count: int) -> Numbers:
 
 
 def at_layers(play: Play, values: Sequence[float], layers: float, again: float) -> float:
-    """Return a number of so many layers a stage, `again` of them run again, from the records'."""
+    """Return a number at `layers` layers per stage, `again` of them recomputed."""
     if len(values) == 1:
         return values[0]
     first, second = play.points[:2]

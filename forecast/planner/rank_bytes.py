@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work out the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
+"""Compute the memory of pipeline ranks: estimates for many layouts at once, and exact values.
 
-`exactly` calls --dry-run's own functions. `many` takes all numbers of a rank as one bucket, with an
-array for the sizes of all layouts, and activations from a recorded layer and both ends, once for
-each tp (forecast/planner/units.py).
+`exactly` calls --dry-run's own functions. `many` treats all parameters of a rank as one bucket, and
+works on arrays over all layouts; activations come from a recorded layer and both ends of the model
+(forecast/planner/units.py), once for each tp.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from training.settings.update_rules import needs_full_matrices, optimizer_groups
 PROVIDER = pretrain_llama.model_provider
 ENDS = (FIRST, MIDDLE, LAST)
 LAYER = Stage(1, 2)
-NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
+NORM_BYTES = 9  # bytes of a block in the gradient norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
 
@@ -43,17 +43,17 @@ class Layers(NamedTuple):
     """Bytes of a rank for a micro-batch of one sequence, at one tp and recomputation, and cp 1."""
 
     layer: float  # saved by each layer
-    first: float  # saved by the first stage besides its layers
-    middle: float  # saved by a stage in between, besides its layers
-    last: float  # saved by the last stage besides its layers
+    first: float  # saved by the first stage outside of its layers
+    middle: float  # saved by a stage in between, outside of its layers
+    last: float  # saved by the last stage outside of its layers
     logits: float
-    # transient, of one action of each such stage, recomputation included
+    # working memory of an action of the first, a middle and the last stage, with recomputation
     working: tuple[float, ...]
-    more: tuple[float, ...]  # the same, for each further sequence
+    more: tuple[float, ...]  # increase of `working` with each further sequence
 
 
 class Sizes(NamedTuple):
-    """What does not depend on recomputation: elements of a layer and of both ends, at one tp."""
+    """Sizes that do not depend on recomputation: elements of a layer and both ends, at one tp."""
 
     layer: float
     embedding: float
@@ -68,14 +68,14 @@ def of_layers(
     flags: tuple[str, ...], tp: int, recompute: str, dtype: str, ep: int = 0,
     dispatcher: str = "auto",
 ) -> Layers:  # fmt: skip
-    """Return what is recorded at a tp and a recomputation: "none", "selective" or "full"."""
+    """Return the recorded bytes at a tp and a recomputation: "none", "selective" or "full"."""
     low = "" if dtype == "bf16" else f" --fp8-format hybrid --fp8-recipe {dtype}"
     config = unit_config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep, dispatcher=dispatcher)
     one = units(config)
     layer = one[LONGER].stored - one[MIDDLE].stored
     working = [float(one[at].working) for at in ENDS]
     more = working
-    if low:  # weights in float8 take as much, whatever the number of sequences
+    if low:  # weights in float8 do not depend on the number of sequences
         two = units(replace(config, batch=replace(config.batch, micro_batch_size=2)))
         more = [two[at].working - one[at].working for at in ENDS]
     first, middle, last = (one[at].stored - layer for at in ENDS)
@@ -87,7 +87,7 @@ def of_layers(
 
 @lru_cache(maxsize=64)
 def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
-    """Return the numbers of a layer and of both ends at a tp and an ep, and what waits for W."""
+    """Return the Sizes at a tp and an ep."""
     config = unit_config(flags, tp, "", ep)
     each = state_bytes(optimizer_groups(config), torch.float32)
 
@@ -110,14 +110,14 @@ def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
 def layer_parameters(
     flags: tuple[str, ...], tp: int, ep: int = 0
 ) -> tuple[Config, dict[str, ParameterProfile]]:
-    """Return the parameters of one layer by name, and the config that they are of."""
+    """Return the config of the pipeline with few layers, and one layer's parameters by name."""
     config = unit_config(flags, tp, "", ep)
     return config, rank_parameters(config, PROVIDER, (LAYER,), 0)
 
 
 class Bytes(NamedTuple):
-    """Bytes of layouts: of the fullest rank, and the most that a rank's optimizer state moves each
-    way in a step.
+    """Bytes of layouts. fullest: of the fullest rank. moved: most bytes of optimizer state that a
+    rank copies to the host and back in a step.
     """
 
     fullest: Array
@@ -125,10 +125,9 @@ class Bytes(NamedTuple):
 
 
 def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Bytes:
-    """Return the bytes of each layout's ranks, to a few percent of --dry-run's.
+    """Return the bytes of each layout's fullest rank, within a few percent of --dry-run's.
 
-    host: bytes of a node's host memory for activations and state; a layout that needs more takes
-    infinitely.
+    host: bytes of a node's host memory for activations and state; inf for layouts that need more.
     """
     bytes_ = Bytes(np.zeros(len(found)), np.zeros(len(found)))
     key = [  # fmt: skip
@@ -145,7 +144,7 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Byte
 
 
 def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes:
-    """Return the bytes of layouts that are alike in all but cp, dp and their batches."""
+    """Return the bytes of layouts that differ only in cp, dp and their batches."""
     e = found[0]
     own = sizes(model.flags, e.tp, e.ep)
     kind = "full" if e.recompute == "block" else e.recompute
@@ -186,12 +185,12 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
         stored[at] = both.max(2) * chunk[at]
     if e.offload:
         offloaded = (b * waiting * u.layer * r.node[:, None]).max(1)
-        of_last = waiting / np.maximum(layers / e.virtual, 1)  # the last layer of each stage
+        of_last = waiting / np.maximum(layers / e.virtual, 1)  # one layer of each stage in flight
         stored = np.minimum(waiting, of_last + 2) * u.layer
     flight = waiting / np.maximum(layers, 1) * e.virtual  # of the rank's chunks
     at_ends = u.middle + first * (u.first - u.middle) + last * (u.last - u.middle)
     stored = stored + flight * at_ends * (layers > 0)
-    stored = stored + e.overlap_ep * each  # a layer of a forward during a backward
+    stored = stored + e.overlap_ep * each  # a layer of the forward that overlaps a backward
     logits = last * u.logits
 
     def most(of: Sequence[float]) -> Array:
@@ -201,7 +200,7 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
     total = state + b * (stored + logits) + most(u.working) + (b - 1) * most(u.more)
     if e.states or e.on_host:
         offloaded = (moved * r.node[:, None]).max(1)
-        # away while activations are there, and back for an update on the GPU
+        # in host memory while activations are live; back on the device for an update on the GPU
         total = np.maximum(total - moved, 0 if e.on_host else state)
     else:
         moved = np.zeros(moved.shape)
@@ -214,10 +213,11 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
 def _state(
     model: Model, zero: int, numbers: Array, moments: Array, shard: Array, again: bool = False
 ) -> tuple[Array, Array]:
-    """Return the bytes that ranks of so many numbers keep from step to step, as one bucket, and, at
-    ZeRO stages 2 and 3, those of the unsharded gradients of two buckets; and how many of them are
-    masters and moments. moments: bytes of their state before it is shared. again: what a rank has
-    once is counted with other numbers.
+    """Return the persistent bytes of ranks, and how many of these are masters and moments.
+
+    At ZeRO stages 2 and 3 the unsharded gradients of two buckets are included. numbers: parameters
+    of a rank, treated as one bucket. moments: bytes of their moments before sharding. shard: ranks
+    that share them. again: leave out the workspaces, which another call counts.
     """
     own = numbers // shard if zero else numbers
     weights, gradients = own if zero == 3 else numbers, own if zero >= 2 else numbers
@@ -229,22 +229,25 @@ def _state(
 
 
 class Exact(NamedTuple):
-    """The bytes of a pipeline rank: on the device by kind, and what it keeps in host memory."""
+    """The bytes of a pipeline rank: on the device by kind, and in host memory."""
 
     kinds: Kinds
     in_host: float
 
 
 def few_layers(config: Config) -> tuple[int, int]:
-    """Return the layers of a stage that are recorded where it has more. At ZeRO stages 2 and 3
-    gradients of two layers may be unsharded beside a third one's.
+    """Return the two numbers of layers per stage that are recorded if stages have more.
+
+    At ZeRO stages 2 and 3 unsharded gradients of two layers may exist beside those of a third.
     """
     return (2, 3) if config.parallel.zero < 2 else (3, 4)
 
 
 def exactly(config: Config) -> list[Exact]:
-    """Return the bytes of each pipeline rank, as --dry-run has them; of host memory that of the
-    rank with most. Stages of many like layers are recorded with a few of them.
+    """Return the bytes of each pipeline rank, as --dry-run has them.
+
+    in_host is that of the rank with the most. Stages of many equal layers are extrapolated from
+    recordings of a few.
     """
     size, layers = config.parallel.pipeline_model_parallel_size, None
     few = few_layers(config)
@@ -258,10 +261,10 @@ def exactly(config: Config) -> list[Exact]:
 
 
 def is_linear(config: Config) -> bool:
-    """Return whether each layer more of a stage adds the same to what a rank has.
+    """Return whether the memory of a rank is linear in the layers of its stages.
 
-    Not where layers differ, where backward runs some of them again or copies some, or where
-    matrices have owners; nor where a bucket has several layers.
+    It is not if layers differ, if only some of them are recomputed or several form one recomputed
+    block, if whole matrices have owners, or if a bucket holds several layers.
     """
     p = config.parallel
     some = p.recompute_method == "block" or (p.recompute_num_layers or 1) > 1
@@ -271,12 +274,12 @@ def is_linear(config: Config) -> bool:
 
 
 def numbers(config: Config, stage: Stage) -> int:
-    """Return the numbers that a rank with this stage has."""
+    """Return the number of parameters of a rank with this stage."""
     return sum(p.entry.numel for p in rank_parameters(config, PROVIDER, (stage,), 0).values())
 
 
 def bucket_size(config: Config, stages: Sequence[Sequence[Stage]]) -> int:
-    """Return the size of a bucket in a run: the pipeline rank with most numbers sets it."""
+    """Return the bucket size of a run, which depends on the pipeline rank with most parameters."""
     layer = numbers(config, LAYER)
     of_ranks = (
         sum(layer * len(s.layers) + numbers(config, replace(s, first=0, last=0)) for s in own)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record a layout as it is: its memory as --dry-run counts it, its time as --rehearse plays it."""
+"""Record a layout: its memory as computed by --dry-run, its time as computed by --rehearse."""
 
 import shlex
 from collections.abc import Iterable
@@ -17,8 +17,9 @@ from training.settings.config import Config
 
 @dataclass
 class Recorded:
-    """A run of a model on a cluster. flags: of its layout; mechanisms: how many it relies on, as
-    layout.py counts them. timing: once it is played.
+    """A run of a model on a cluster.
+
+    flags: of its layout. mechanisms: their number, as counted by layout.py. timing: set by `play`.
     """
 
     model: Model
@@ -29,7 +30,7 @@ class Recorded:
 
     @property
     def argv(self) -> list[str]:
-        """Return the flags of the model and of the layout, with what parsing requires besides."""
+        """Return the flags of the model and of the layout, and others that parsing requires."""
         return last_of_each([*self.model.flags, *REST.split(), *shlex.split(self.flags)])
 
     @property
@@ -59,43 +60,42 @@ class Recorded:
 
     @property
     def free(self) -> float:
-        """Return the share of a GPU's memory that is left, besides what no plan counts on."""
+        """Return the share of a GPU's memory that is left of the bytes available to a plan."""
         return (self.cluster.limit - self.bytes) / self.cluster.memory
 
     @property
     def in_host(self) -> float:
-        """Return the bytes of activations and state that are kept in a node's host memory."""
+        """Return the bytes of activations and state in a node's host memory."""
         return self.cluster.node * max(rank.in_host for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Return whether the fullest rank fits a GPU, and what is kept in host memory a host."""
+        """Return whether the fullest rank fits a GPU, and offloaded data fits a host."""
         return self.bytes <= self.cluster.limit and self.in_host <= self.cluster.host
 
     @property
     def played(self) -> Timing:
-        """Return the time of a step, of a run that is played."""
+        """Return the timing of a step. The run must be played."""
         assert self.timing is not None, "not played"
         return self.timing
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step."""
+        """Return the number of tokens of a step."""
         return self.config.batch.global_batch_size * self.config.model.seq_length
 
     @property
     def rate(self) -> float:
-        """Return tokens a second and GPU, of a run that is played."""
+        """Return the tokens per second and GPU. The run must be played."""
         return self.tokens / self.played.step_seconds / self.cluster.gpus
 
 
 def play(
     runs: Iterable[Recorded], worker: Worker, progress: Progress | None = None
 ) -> list[Recorded]:
-    """Return the runs by the time of a step, the fastest first. Raises Unplayable.
+    """Rehearse runs; return them by the time of a step, the fastest first. Raises Unplayable.
 
-    Those that come first are rehearsed while the next ones are looked for. progress: counts the
-    records.
+    The first runs are rehearsed while `runs` yields later ones. progress: counts the records.
     """
     found, plans = list[Recorded](), list[tuple[Recorded, Play]]()
     for run in runs:

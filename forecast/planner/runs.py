@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs to be timed: models, layouts and batches, as arrays with a number for each run.
+"""Runs to be timed: models, layouts and batches, as arrays with an element for each run.
 
-Arrays let tens of thousands of layouts be timed in a second.
+With arrays, tens of thousands of layouts are timed in a second.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Runs:
     pp: Array
     virtual: Array
     micro_batch: Array
-    micro_batches: Array  # of a step and data-parallel rank
+    micro_batches: Array  # of a data-parallel rank in a step
     zero: Array
     recompute: Array  # share of the layers that are recomputed
     sequence_parallel: Array  # 0 or 1
@@ -44,20 +44,20 @@ class Runs:
     schedule: Array  # index into SCHEDULES of pipeline.py
     node: Array  # GPUs of a node
     network: Array  # bytes/s of a GPU's share of the node's network cards, one direction
-    head: Array  # the stage that has the output layer
-    idle: Array  # 1: a pipeline rank has nothing to do
+    head: Array  # the stage with the output layer
+    idle: Array  # 1: a pipeline rank has no work
     core_again: Array  # 1: core attention is recomputed
     comm: Array  # how keys and values are exchanged, an index into COMMS
     overlap: Array  # 1: tp's transfers overlap with matmuls, in a ring
     offload: Array  # bytes of a layer and micro-batch that are offloaded to host memory
     reduces: Array  # reductions of gradients a step
-    experts: Array  # of each layer; `ffn` is then of the dense MLP
-    topk: Array  # experts of a token
+    experts: Array  # experts per layer; `ffn` is then that of the dense MLP
+    topk: Array  # experts per token
     expert_ffn: Array  # ffn size of an expert
     ep: Array  # expert-parallel size
     dispatcher: Array  # an index into DISPATCHERS
-    paired: Array  # share of the forwards that are interleaved with a backward
-    channels: Array  # of a head; 0: hidden / heads
+    paired: Array  # share of the forwards that overlap a backward
+    channels: Array  # size of an attention head; 0: hidden / heads
     cut: Array  # [runs, stages]: layers of each stage, 0 beyond pp * virtual
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Runs:
 
     @property
     def tokens(self) -> Array:
-        """Return the tokens of a step."""
+        """Return the number of tokens of a step."""
         return self.dp * self.micro_batch * self.micro_batches * self.sequence
 
     @property
@@ -85,36 +85,36 @@ class Runs:
 
     @property
     def queries(self) -> Array:
-        """Return the numbers of a token's queries."""
+        """Return the elements of a token's queries."""
         return np.where(self.channels > 0, self.heads * self.channels, self.hidden)
 
     @property
     def layer_weights(self) -> Array:
-        """Return the numbers in a layer's matrices, but for its experts'."""
+        """Return the parameters in a layer's matrices, without its experts'."""
         attention = 2 * self.queries + 2 * self.kv_heads * self.head_size
         return self.hidden * (attention + (2 + self.gated) * self.ffn)
 
     @property
     def expert_weights(self) -> Array:
-        """Return the numbers in one expert's matrices."""
+        """Return the parameters in one expert's matrices."""
         return (2 + self.gated) * self.hidden * self.expert_ffn
 
     @property
     def edp(self) -> Array:
-        """Return the ranks of a stage that hold the same experts."""
+        """Return the number of ranks of a stage that hold the same experts."""
         return self.tp * self.cp * self.dp / self.ep
 
     @property
     def weights(self) -> Array:
-        """Return the numbers in all matrices, the embedding's and the output layer's too."""
+        """Return the parameters in all matrices, including the embedding and the output layer."""
         each = self.layer_weights + self.experts * self.expert_weights
         return self.layers * each + (2 - self.tied) * self.vocab * self.hidden
 
     @property
     def flops(self) -> Array:
-        """Return the model's FLOPs a token: 6 a weight in matmuls, and attention's.
+        """Return the model's FLOPs per token: 6 per weight in matmuls, plus attention's.
 
-        Of experts those count that a token meets.
+        Only the top-k experts of a token count.
         """
         score = np.where(self.causal > 0, 6.0, 12.0)
         active = self.layer_weights + self.topk * self.expert_weights
@@ -122,7 +122,7 @@ class Runs:
         return matmuls + score * self.layers * self.sequence * self.queries
 
     def by_rank(self, values: Array) -> Array:
-        """Return [runs, ranks] of [runs, stages]: the sum over a pipeline rank's own stages."""
+        """Return [runs, ranks] from [runs, stages]: sums over each pipeline rank's own stages."""
         width = int(self.pp.max())
         if not (self.virtual > 1).any():
             return np.asarray(values[:, :width])
@@ -145,12 +145,12 @@ PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
 
 
 def even_cut(layers: int, stages: int) -> list[int]:
-    """Return layers cut into stages, the first ones one longer where they do not divide."""
+    """Return the layers of each stage; the first ones have one more if they do not divide."""
     return [layers // stages + (n < layers % stages) for n in range(stages)]
 
 
 def stacked(records: Sequence[dict[str, Any]]) -> Runs:
-    """Return the runs of records: a dict each, with Runs' fields; cut is a list."""
+    """Return the Runs of records: dicts with Runs' fields, or PLAIN's defaults; cut is a list."""
     longest = max(len(record["cut"]) for record in records)
     cut = np.zeros((len(records), longest))
     for row, record in zip(cut, records, strict=True):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate time and memory of every layout of a model on a cluster, and record the best ones.
 
-Layouts are those of layout.py in this folder. The estimate of memory is in rank_bytes.py, that of
-time in step_time.py; what is printed is recorded (recorded.py).
-How keys and values travel, and whether tp's transfers go in a ring, is chosen once for each tp, cp
-and micro-batch: the way in which a layer takes the least time.
+layout.py lists the layouts, rank_bytes.py estimates their memory, step_time.py their time. Printed
+numbers are not estimates but come from recordings (recorded.py). --cp-comm-type and
+--tp-comm-overlap are chosen once for each tp, cp and micro-batch size, so that a layer takes the
+least time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,23 +36,23 @@ from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
 from training.run.waiting import Progress
 
-NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too
-LOOKED = 25  # layouts whose memory is recorded, at most, to find one that fits
-# median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
+NEARLY = 1.1  # layouts with estimates up to this factor above the limit are recorded, too
+LOOKED = 25  # most recordings of layouts that turn out not to fit
+# median error of a comparison of two layouts, as benchmarks/plan_accuracy.py prints it
 COMPARISON_ERROR = 0.048
-RISK = 0.05  # of a GPU's memory: with less of it left, a plan is a risk
-SPARE = 0.1  # of a GPU's memory: with so much more of it left, a slower layout is of interest
+RISK = 0.05  # share of a GPU's memory; a plan that leaves less is risky
+SPARE = 0.1  # share of a GPU's memory; a slower layout that leaves this much more is of interest
 
 
 class PlanError(ValueError):
-    """A plan that was requested and does not exist: the text says why."""
+    """The requested plan does not exist. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Plans:
     """Layouts and their predictions, in the same order.
 
-    bytes: of the fullest rank, to a few percent. progress: of the rows that are looked for.
+    bytes: of the fullest rank, to a few percent. progress: counts the layouts found by `chosen`.
     """
 
     model: Model
@@ -65,7 +65,7 @@ class Plans:
 
     @property
     def limit(self) -> float:
-        """Return the bytes of a GPU that a plan counts on."""
+        """Return the bytes of a GPU's memory that are available to a plan."""
         return self.cluster.limit
 
     @property
@@ -77,17 +77,18 @@ class Plans:
         return {}
 
     def recorded(self, n: int) -> Recorded:
-        """Return a layout as it is recorded."""
+        """Return layout n for recording."""
         if n not in self._known:
             each = self.layouts[n]
             self._known[n] = Recorded(self.model, self.cluster, each.flags(), each.mechanisms)
         return self._known[n]
 
     def chosen(self, top: int) -> Iterator[Recorded]:
-        """Yield `top` layouts that fit, by the estimates: first the fastest, and then those that
-        have an advantage over each one before, the fastest of them first. An advantage: fewer
-        mechanisms, SPARE more of the memory free, or RISK of it where the other leaves less. Where
-        these are too few, the fastest of the others follow.
+        """Yield `top` layouts that fit: the fastest by the estimates, then the fastest ones with an
+        advantage over each one before.
+
+        An advantage is fewer mechanisms, SPARE more of the memory free, or at least RISK of it free
+        where the other leaves less. If there are not enough of these, the fastest others follow.
         """
         order = np.lexsort((self.bytes, self.times.step))
         near = [int(n) for n in order if self.bytes[n] <= NEARLY * self.limit]
@@ -109,7 +110,7 @@ class Plans:
                 yield self.recorded(n)
 
     def _takes(self, n: int, found: list[int]) -> bool:
-        """Add a layout to those that are found, if it fits as it is recorded; return whether."""
+        """Add a layout to `found` if its recording fits; return whether it does."""
         if fits := self.recorded(n).fits:
             found.append(n)
             self.progress.add()
@@ -125,9 +126,10 @@ class Plans:
 
 
 def recommended(runs: Sequence[Recorded]) -> Recorded:
-    """Return, of runs that are played, the one to take: of those within COMPARISON_ERROR of the
-    fastest the simplest, and of these the one that leaves most memory. One that leaves less than
-    RISK of it is taken only where all of them do.
+    """Return the recommended one of some played runs.
+
+    It is the simplest one within COMPARISON_ERROR of the fastest; of equally simple ones, that with
+    the most memory free. Runs with less than RISK of the memory free come last.
     """
     fastest = min(run.played.step_seconds for run in runs)
     near = [run for run in runs if run.played.step_seconds <= (1 + COMPARISON_ERROR) * fastest]
@@ -135,7 +137,7 @@ def recommended(runs: Sequence[Recorded]) -> Recorded:
 
 
 def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> list[int]:
-    """Return the layers of each stage as pretrain_llama.py balances them."""
+    """Return the number of layers of each stage, as balanced by pretrain_llama.py."""
     embedding, one, head = costs
     layers = (one,) * model.config.model.num_layers
     if each.pp == 1:
@@ -146,7 +148,7 @@ def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> lis
 
 
 def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
-    """Return layouts as runs to be timed."""
+    """Return layouts as Runs."""
     m, costs = model.config.model, model.costs()
     heads = m.num_attention_heads
     cuts: dict[tuple[int, int, bool], list[int]] = {}
@@ -191,14 +193,14 @@ def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
 
 
 def _again(model: Model, e: Layout) -> float:
-    """Return the share of the layers that backward runs again."""
+    """Return the share of the layers that are recomputed."""
     if e.recompute == "block":
         return min(1.0, e.again * e.pp * e.virtual / model.config.model.num_layers)
     return float(e.recompute == "full")
 
 
 def _offloaded(model: Model, e: Layout) -> float:
-    """Return the bytes of a layer and micro-batch that wait in host memory."""
+    """Return the bytes of a layer's activations of a micro-batch that are offloaded to the host."""
     if not e.offload:
         return 0.0
     layer = of_layers(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer
@@ -206,9 +208,9 @@ def _offloaded(model: Model, e: Layout) -> float:
 
 
 def _ffn(model: Model) -> float:
-    """Return the ffn size that gives a layer's parameters: a fork's layer may be another.
+    """Return the ffn size of a Llama layer with as many parameters as the model's, or a fork's.
 
-    Of a layer with experts, those of its router and its shared expert.
+    A layer with experts counts without them, with its router and shared expert.
     """
     m = model.config.model
     heads, size = m.num_attention_heads, m.kv_channels or m.hidden_size / m.num_attention_heads
@@ -218,7 +220,7 @@ def _ffn(model: Model) -> float:
 
 
 def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, int], Choice]:
-    """Return, for each tp, cp and micro-batch, the way in which a layer takes the least time."""
+    """Return the Choice with the fastest layer for each tp, cp and micro-batch size."""
     tried = [
         Layout(tp=tp, pp=1, virtual=1, dp=1, micro_batch=b, micro_batches=1, zero=0,
                recompute="none", cp=cp, comm=way.comm, overlap=way.overlap, dtype=dtype)
@@ -244,9 +246,9 @@ def plan(
     dtype: str = "bf16",
     progress: Progress | None = None,
 ) -> Plans:
-    """Return every layout of a model on a cluster, timed. Raises PlanError where there is none.
+    """Return every layout of a model on a cluster, timed. Raises PlanError if there is none.
 
-    dtype: of the layers' matmuls, bf16 or a float8 recipe. progress: is told what is done.
+    dtype: of the layers' matmuls, bf16 or a float8 recipe. progress: shows what is being done.
     """
     progress = progress or Progress()
     progress.begin("listing layouts")
@@ -265,18 +267,20 @@ def plan(
 
 
 def with_state_in_host(plans: Plans) -> Plans:
-    """Add the layouts that fit, about, with the optimizer's state in host memory alone.
+    """Add the layouts that (nearly) fit only with the optimizer's state in host memory.
 
-    A layout that fits without gains nothing by it, nor is it tried where activations are there.
-    Where none fits so either, those are tried whose update is the host's.
+    Layouts that fit without gain nothing and are skipped, as are those with offloaded activations.
+    If none fits, layouts with the update on the host are tried instead.
     """
     some = _with(plans, carried, states=True)
     return some if some.fits.any() else _with(plans, on_host, on_host=True)
 
 
 def _with(plans: Plans, seconds_of: Callable[..., Array], **change: bool) -> Plans:
-    """Add the layouts that fit, about, with a change. seconds_of: what their updates take longer,
-    of constants, runs, bytes that leave the GPU and seconds of a micro-batch.
+    """Add the layouts that (nearly) fit only with a change of their fields.
+
+    seconds_of: computes the additional seconds of their updates from constants, runs, bytes that
+    leave the GPU, and seconds of a micro-batch.
     """
     at = np.array([n for n in np.flatnonzero(~plans.fits) if not plans.layouts[n].offload], int)
     away = [replace(plans.layouts[n], **change) for n in at]
@@ -296,17 +300,17 @@ def _with(plans: Plans, seconds_of: Callable[..., Array], **change: bool) -> Pla
 
 
 def on_host(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
-    """Return what an update by the host takes, as `carried` of state that comes back for it."""
+    """Return the seconds of an update on the host; same arguments as `carried`."""
     return updated_on_host(c, r, moved)
 
 
 def with_state(times: Times, seconds: Array) -> Times:
-    """Return the times with so many seconds of exposed copies of the optimizer's state."""
+    """Return the times with `seconds` added to each step."""
     return replace(times, step=times.step + seconds)
 
 
 def check_dtype(cluster: Cluster, dtype: str) -> None:
-    """Raise PlanError where a cluster's GPUs have no matmuls of a dtype or recipe."""
+    """Raise PlanError if a cluster's GPUs have no matmuls of a dtype or recipe."""
     device = read_device(cluster.device)
     if dtype != "bf16" and dtype not in CAPABLE:
         raise PlanError(f"the planner has no times of --fp8-recipe {dtype}")
@@ -338,7 +342,7 @@ def _constants(cluster: Cluster) -> dict[str, float]:
 
 
 def _timed(c: dict[str, float], runs: Runs) -> Times:
-    """Time runs, those with as many stages together, so that arrays are no wider than needed."""
+    """Time runs grouped by their number of stages, so that arrays are no wider than necessary."""
     count = (runs.pp * runs.virtual).astype(int)
     parts: list[tuple[npt.NDArray[np.intp], Times]] = []
     for stages in np.unique(count):

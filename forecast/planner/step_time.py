@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time steps from sizes: roofline of each operation, alpha and beta of each collective, schedule.
+"""Estimate step times from sizes: rooflines of operations, alpha-beta collectives, the schedule.
 
-Every function takes runs as arrays and returns an array, in seconds. `c` holds the constants: those
-of the device file, and the fitted ones that constants.py lists with their meanings.
+Functions take runs as arrays and return arrays of seconds. `c` holds the constants: those of the
+device file, and the others that constants.py lists with their meanings.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from mpu.zero.bucket_layout import LARGEST, SMALLEST
 
 Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
-HOST_MEMORY = 40e9  # bytes a second for each GPU: 12 channels of DDR5 for four, a guess
-RING_SLOWS = 0.1  # of a transfer's time by which the matmuls during it take longer
-EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # of a layer with experts, and for each of a token's k
-MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
+HOST_MEMORY = 40e9  # bytes per second for each GPU: a guess, 12 channels of DDR5 for four GPUs
+RING_SLOWS = 0.1  # share of an overlapped transfer's time by which matmuls take longer
+EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # per layer with experts; in addition for each of top-k
+MATMULS = 12  # matmuls of F and B of a layer; a ring splits each into tp parts
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of steps: (micro-batches x slot + bubble) x jitter, and what follows them.
+    """Seconds of steps: (micro-batches x slot + bubble) x jitter, plus gradient sums and update.
 
     slot: F and B of a micro-batch on the slowest pipeline rank. bubble: the pipeline's bubble.
     """
@@ -52,14 +52,15 @@ def matmul(
 
 
 def passes(c: Constants, bytes_: Array) -> Array:
-    """Return the time of passes over memory; layer_start has the starts of their kernels."""
+    """Return the time of passes over memory, without the starts of their kernels (layer_start)."""
     return np.asarray(memory_seconds(c, bytes_, starts=False))
 
 
 def links(c: Constants, r: Runs) -> Links:
-    """Return the links in a node, and those between nodes.
+    """Return the links in a node and between nodes.
 
-    A fit knows rings of one protocol: what NCCL's others gain is in its constants.
+    Without c["every_way"] there are only Simple rings, as for fitted constants, which include the
+    gain of NCCL's other protocols.
     """
     ways = [Way(False, 1.0, 0.0, [c[f"{level}_step"] for level in LINKS])]
     if c["every_way"]:
@@ -79,10 +80,10 @@ def collective(
     c: Constants, r: Runs, verb: str, total: Array, size: Array, inner: Array,
     calls: Array | float = 1.0,
 ) -> Array:  # fmt: skip
-    """Return the time of a collective of so many bytes, in so many calls.
+    """Return the time of a collective of `total` bytes, split into `calls` calls.
 
-    total: bytes of all ranks' parts together. size: ranks of the group. inner: neighbours in rank
-    order that belong to other groups.
+    total: bytes of all ranks' parts together. size: number of ranks of the group. inner: distance
+    of its ranks in rank order.
     """
     sent = total / calls / (size if verb == "all_gather" else 1)
     crossed = strided(size, inner, r.node)
@@ -90,8 +91,8 @@ def collective(
 
 
 class Layer(NamedTuple):
-    """Seconds of F and B of a layer: what it computes, exchanges of experts that nothing hides, and
-    other transfers that nothing hides.
+    """Seconds of F and B of a layer: computation, exposed exchanges of experts, other exposed
+    transfers.
     """
 
     compute: Array
@@ -104,9 +105,10 @@ class Layer(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Seconds of a layer's experts, F and B: products, passes over memory, and one exchange of rows
-    over ep. F has two of these, B as many, and two again where the layer is recomputed. under: of
-    one of B's, what travels under a weight gradient.
+    """Seconds of a layer's experts in F and B: matmuls, passes over memory, exchanges of rows.
+
+    exchange: of one exchange over ep; F and B have two each, recomputation two more. under: the
+    part of one of B's that a weight gradient hides.
     """
 
     forward: Array
@@ -120,10 +122,11 @@ class Experts(NamedTuple):
 def experts(c: Constants, r: Runs, own: Array) -> Experts:
     """Return the seconds of a layer's mixture of experts. own: tokens of a rank that are routed.
 
-    The fullest rank of ep has expert_skew times the mean of the rows: the others wait for it. Rows
-    are multiplied by E / ep experts, one after another. An all-to-all takes k rows a token to the
-    ranks of its experts and back, an all-gather one row a token to all of them, which `auto` takes
-    where ep is at most k; `dispatch` is what these transfers take, over what the links' rates say.
+    The fullest rank of ep has expert_skew times the mean number of rows; the others wait for it. A
+    rank multiplies its rows by E / ep experts, one after another. An all-to-all sends k rows per
+    token to the ranks of its experts; an all-gather sends one row per token to all ranks, which
+    `auto` uses if ep is at most k. c["dispatch"] is the time of these transfers divided by that by
+    the links' rates.
     """
     if not (r.experts > 0).any():
         return Experts(*np.zeros((6, len(r))))
@@ -136,7 +139,7 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
         return matmul(c, r, m, n, k, local)
 
     def wgrad(n: Array, k: Array) -> Array:
-        # each expert's gradient is read and written in fp32, whatever its rows
+        # each expert's gradient is read and written in fp32, however few its rows are
         alone = local * matmul(c, r, n, k, m) if c["expert_loop"] else matmul(c, r, n, k, m, local)
         return np.maximum(alone, passes(c, 8 * local * n * k))
 
@@ -177,7 +180,7 @@ def layer(c: Constants, r: Runs) -> Layer:
         + matmul(c, r, t, f / tp, h) + matmul(c, r, h, f / tp, t)
     )  # fmt: skip
     score = 4 * t * r.sequence * q / tp * np.where(r.causal > 0, 0.5, 1.0)
-    ring = (r.cp > 1) & (r.comm == COMMS.index("p2p"))  # a kernel for each pair of blocks
+    ring = (r.cp > 1) & (r.comm == COMMS.index("p2p"))  # one kernel per pair of blocks
     length = np.where(ring, r.sequence / (2 * r.cp), r.sequence)
     rate = c["peak.bfloat16"] * c["attention"] * length / (length + c["attention_ramp"])
     read = 4 * t * (q + r.kv_heads * r.head_size) / tp  # q, k, v and the output
@@ -189,7 +192,7 @@ def layer(c: Constants, r: Runs) -> Layer:
     moved = own * c["hidden_bytes"] * h + t / tp * (c["inner_bytes"] * h + c["ffn_bytes"] * f)
     mixture = experts(c, r, own)
     forward, backward = forward + mixture.forward, backward + mixture.backward
-    cast = c["float8_bytes"] * r.float8 * t  # of each matmul's left operand, rows and columns
+    cast = c["float8_bytes"] * r.float8 * t  # casts of each matmul's left operand
     inputs, sent = cast * (2 * h + (h + f) / tp), cast * (2 * h + (qkv + up) / tp)
     dealt = r.experts * r.expert_weights / r.ep
     f_passes = passes(c, moved + scores + inputs) + mixture.f_passes
@@ -199,7 +202,7 @@ def layer(c: Constants, r: Runs) -> Layer:
     again = r.core_again * (1 - r.recompute) * f_attention + r.recompute * f_compute
     b_compute = backward + b_attention + b_passes + again
     down, fsdp = r.offload / c["host_bandwidth"], np.zeros(len(r))
-    if (r.zero >= 3).any():  # in a pipeline a stage's weights stay gathered for a step: gradients()
+    if (r.zero >= 3).any():  # in a pipeline weights stay gathered for a step: see gradients()
         size, weights = r.dp * r.cp, r.layer_weights / tp
         gather = collective(c, r, "all_gather", c["parameter_bytes"] * weights, size, tp)
         scatter = collective(c, r, "reduce_scatter", c["gradient_bytes"] * weights, size, tp)
@@ -222,15 +225,16 @@ def layer(c: Constants, r: Runs) -> Layer:
 
 
 def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
-    """Return the exposed tp transfers of F and B of a layer. matmuls: seconds of the matmuls during
-    them.
+    """Return the exposed tp transfers of F and B of a layer.
+
+    matmuls: seconds of the matmuls that a ring overlaps.
     """
     one = _of_rows(c, r, t)
     split = c["split_backward"] * np.isin(r.schedule, SPLIT_SCHEDULES)
     gathered, reduced = c["tp_backward"] + split, np.minimum(4, c["tp_backward"])
     shown = np.where(r.sequence_parallel > 0, gathered, reduced)
-    plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
-    first = plain / r.tp  # a ring's first part overlaps no matmul, and parts slow matmuls
+    plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce counts as two
+    first = plain / r.tp  # a ring's first part overlaps no matmul
     ring = np.maximum(plain - matmuls, first) + RING_SLOWS * plain
     ring = ring + MATMULS * (r.tp - 1) * c["kernel_seconds"]
     return np.where(r.overlap > 0, ring, plain)
@@ -239,9 +243,9 @@ def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
 def _exchanges(r: Runs, of: Experts, f_compute: Array, b_compute: Array) -> Array:
     """Return the exposed exchanges of F and B of a layer. f_compute, b_compute: seconds of F and B.
 
-    An F that overlaps a B, and that B, alternate: while the rows of one travel the other computes
-    up to its own next exchange, its experts or the rest of a layer (mpu/interleave.py). What a B
-    computes again has exchanges that no F is left for.
+    An F and the B that it overlaps alternate: while one exchanges rows, the other computes its
+    experts or the rest of a layer, up to its own next exchange (mpu/interleave.py). The exchanges
+    of a recomputed forward overlap no F.
     """
     one, again = of.exchange, r.recompute
     every = one * (4 + 2 * again)
@@ -252,7 +256,7 @@ def _exchanges(r: Runs, of: Experts, f_compute: Array, b_compute: Array) -> Arra
     b_experts = of.backward + of.b_passes + again * f_experts
     parts = (f_experts, f_compute - f_experts, b_experts, b_compute - b_experts)
     shown = sum((np.maximum(one - part, 0.0) for part in parts), 2 * again * one)
-    slowed = RING_SLOWS * (every - shown)  # of what is hidden
+    slowed = RING_SLOWS * (every - shown)  # due to the hidden exchanges
     return np.asarray(plain + r.paired * (shown + slowed - plain))
 
 
@@ -284,9 +288,9 @@ def head(c: Constants, r: Runs) -> Array:
 
 
 def _of_rows(c: Constants, r: Runs, t: Array) -> Array:
-    """Return the time of gathering the rows of t tokens over tp, or of half an all-reduce of them.
+    """Return the time to gather the rows of t tokens over tp.
 
-    Without sequence parallelism two of these are one all-reduce.
+    Without sequence parallelism it is half of an all-reduce, which counts as two of these.
     """
     total, inner = 2 * t * r.hidden, np.ones_like(r.tp)
     gather = collective(c, r, "all_gather", total, r.tp, inner)
@@ -295,7 +299,7 @@ def _of_rows(c: Constants, r: Runs, t: Array) -> Array:
 
 
 def host_layer(c: Constants, r: Runs) -> Array:
-    """Return the seconds in which a host, or the latency of its collectives, passes a layer."""
+    """Return the host's seconds for F and B of a layer, with latencies of its collectives."""
     seconds = np.where(r.tp > 1, c["host_layer_tp"], c["host_layer"])
     seconds = seconds + np.where(r.overlap > 0, (r.tp - 1) * c["host_ring"], 0.0)
     seconds = seconds + np.where(r.tp > SOCKET, c["host_socket"], 0.0)
@@ -308,7 +312,7 @@ def host_layer(c: Constants, r: Runs) -> Array:
 
 
 def messages(c: Constants, r: Runs) -> Array:
-    """Return the seconds of one activation's message between stages, to be waited for."""
+    """Return the seconds of the message of one activation between stages, if it is waited for."""
     sent = 2 * r.micro_batch * r.sequence / r.cp * r.hidden
     far = r.tp * r.cp * r.dp >= r.node
     sent = sent / np.where((r.sequence_parallel > 0) | far, r.tp, 1)  # each rank sends its part
@@ -316,7 +320,7 @@ def messages(c: Constants, r: Runs) -> Array:
 
 
 def rank_weights(r: Runs) -> Array:
-    """Return the numbers that the fullest pipeline rank holds."""
+    """Return the number of parameters of the fullest pipeline rank, without experts'."""
     ends = r.vocab * r.hidden
     number = np.arange(r.cut.shape[1])[None, :]
     has = r.by_rank((number == 0) + (number == r.head[:, None]).astype(float))
@@ -326,12 +330,15 @@ def rank_weights(r: Runs) -> Array:
 
 
 def rank_experts(r: Runs) -> Array:
-    """Return the numbers of experts that the fullest pipeline rank holds."""
+    """Return the number of the experts' parameters on the fullest pipeline rank."""
     return np.asarray(r.by_rank(r.cut).max(1) * r.experts * r.expert_weights / r.ep)
 
 
 def gradients(c: Constants, r: Runs, backward: Array) -> Array:
-    """Return the exposed seconds of gradient sums and parameter gathers. backward: the last one."""
+    """Return the exposed seconds of gradient sums and parameter gathers.
+
+    backward: seconds of the last backward.
+    """
     weights = rank_weights(r)
     inner = r.tp
     size = r.dp * r.cp
@@ -352,14 +359,14 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     sums = np.where((r.zero > 0) & (c["zero1_all_reduce"] == 0), scatter, reduced) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
-    by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() has these gathers, and FSDP's sums
+    by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() counts these gathers, and FSDP's sums
     shown = np.where((r.zero > 0) & ~by_layer, gather * c["gather_exposed"], 0.0)
     total = np.where(by_layer & (c["fsdp"] > 0), 0.0, exposed) + shown
     return np.where(size > 1, total, 0.0) + ties(c, r)
 
 
 def ties(c: Constants, r: Runs) -> Array:
-    """Return the seconds in which a pipeline's ends sum the gradient of the matrix they share."""
+    """Return the seconds in which a pipeline's ends sum the gradient of their tied matrix."""
     shared = c["gradient_bytes"] * r.vocab * r.hidden / r.tp
     both = collective(c, r, "all_reduce", shared, np.full(len(r), 2.0), r.tp * r.cp * r.dp)
     return np.where((r.tied > 0) & (r.pp > 1), both, 0.0)
@@ -373,11 +380,11 @@ def update(c: Constants, r: Runs) -> Array:
 
 
 def carried(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
-    """Return the exposed seconds of state that is away between steps. moved: its bytes each way.
+    """Return the exposed seconds of optimizer state that is in host memory between updates.
 
-    It comes under the last micro-batch's backward and goes under the next step's first forward,
-    bucket by bucket (mpu/optim/state_offload.py): the last bucket cannot come before, nor the first
-    one stay longer.
+    moved: its bytes in each direction. It is copied to the device during the last micro-batch's
+    backward, and back during the next step's first forward, bucket by bucket
+    (mpu/optim/state_offload.py). At least one bucket is exposed in each direction.
     """
     each, forward, numbers = moved / c["host_bandwidth"], slot / (3 + r.recompute), rank_weights(r)
     one = each * np.minimum(np.clip(numbers / 8, SMALLEST, LARGEST) / numbers, 1.0)
@@ -386,11 +393,11 @@ def carried(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
 
 
 def updated_on_host(c: Constants, r: Runs, moved: Array) -> Array:
-    """Return the seconds of an update by the host, which nothing hides. moved: bytes of masters and
-    moments: 12 of a number.
+    """Return the seconds of an update on the host, which is not hidden.
 
-    Gradients go down in fp32 and weights come up in bf16; the host reads and writes 28 bytes of a
-    number, by a GPU's share of its memory's bandwidth (HOST_MEMORY).
+    moved: bytes of masters and moments, 12 per parameter. Gradients are copied to the host in fp32
+    and weights back in bf16; the host reads and writes 28 bytes per parameter, at a GPU's share of
+    its memory bandwidth (HOST_MEMORY).
     """
     numbers = moved / 12
     return np.asarray(numbers * (6 / c["host_bandwidth"] + 28 / HOST_MEMORY))
@@ -406,12 +413,12 @@ def times(c: Constants, r: Runs) -> Times:
     gpu = r.cut * each.seconds[:, None] + is_head * head(c, r)[:, None]
     host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
     both = _busy(c, gpu, host)
-    ranks = r.by_rank(both)  # a rank's own chunks, one after another
+    ranks = r.by_rank(both)  # sums over each rank's chunks
     at = np.arange(len(r)), ranks.argmax(1)
     slowest = ranks[at]
     virtual, pp = r.virtual, r.pp
     first, total = slowest, both.sum(1)
-    if (r.paired > 0).any():  # no F of a pipeline's ends overlaps a B
+    if (r.paired > 0).any():  # in the pipeline's fill and drain no F overlaps a B
         alone = layer(c, replace(r, paired=np.zeros(len(r))))
         apart = _busy(c, gpu + r.cut * (alone.exchanges - each.exchanges)[:, None], host)
         first, total = r.by_rank(apart)[at], apart.sum(1)
@@ -426,15 +433,16 @@ def times(c: Constants, r: Runs) -> Times:
 
 
 def _busy(c: Constants, gpu: Array, host: Array) -> Array:
-    """Return the seconds of stages that need so many of the GPU and so many of the host."""
-    sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
+    """Return the seconds of stages: a soft maximum of those of the GPU and of the host."""
+    sharp = c["sharp"]  # with 8 the soft maximum of two equal values is 9 % above them
     return np.asarray((gpu**sharp + host**sharp) ** (1 / sharp))
 
 
 def bubble_share(r: Runs) -> Array:
-    """Return the bubble in units of 1F1B's, by playing each schedule with equal stages.
+    """Return the bubble in units of 1F1B's, by simulating each schedule with equal stages.
 
-    A share of the layers runs again in backward: the bubble is between those of none and of all.
+    If a share of the layers is recomputed, the bubble is interpolated between those of none and of
+    all.
     """
     share, again = np.zeros(len(r)), np.clip(r.recompute, 0.0, 1.0)
     shapes = np.stack(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print plans: a ranked table, the command, one layout against the best term by term."""
+"""Format plans: a ranked table, the command, a comparison of a layout with the best by terms."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from forecast.rehearsal.clock import Timing
 from training.run.text import aligned
 from training.settings.config import Config
 
-ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/predictions.md
+ERROR = 0.3  # assumed error for a program that was never timed on this device: docs/predictions.md
 MILLION = 1_000_000
 COLUMNS = 100
 EXAMPLE = "--mock-data --lr 3e-4 --train-iters 20"
-TERMS = {  # kinds and axes of Timing, as they add up to a step
+TERMS = {  # terms of a step, each with its kinds and axes of Timing; "dp" has all others
     "compute": ("compute of the rank", ("matmul", "attention", "passes")),
     "tp": ("exposed transfers of tp", ("tp", "tp_kv")),
     "cp": ("exposed transfers of cp", ("cp",)),
@@ -42,7 +42,7 @@ KINDS = {  # of the table: kinds of memory as --dry-run names them
 
 
 def breakdown(timing: Timing) -> dict[str, float]:
-    """Return where a step goes: seconds by TERMS' keys, which add up to it."""
+    """Return the seconds of a step by the keys of TERMS; they add up to it."""
     parts = {**timing.busy_seconds, **timing.exposed_seconds, "host": timing.host_seconds}
     homes = {name: key for key, (_, names) in TERMS.items() for name in names}
     found = dict.fromkeys(TERMS, 0.0)
@@ -54,9 +54,9 @@ def breakdown(timing: Timing) -> dict[str, float]:
 def ranking(
     plans: Plans, best: Sequence[Recorded], tokens: float, results: Mapping[str, Measured]
 ) -> list[str]:
-    """Return the table of layouts that fit, the best ones, and the command of the one to take.
+    """Return the table of the best layouts, and the command of the recommended one.
 
-    results: what was measured, by the layouts' flags.
+    results: measurements, by the layouts' flags.
     """
     cluster, m = plans.cluster, plans.model.config.model
     each = plans.layouts[0]
@@ -124,7 +124,7 @@ def ranking(
 
 
 def measured_of(run: Recorded, result: Measured | None) -> str:
-    """Return what a layout did where it was run: its rate, and how far it is from the computed."""
+    """Return a layout's measured rate, and its difference from the computed one."""
     if result is None or result.error:
         return "failed" if result else "-"
     rate = result.tokens_per_second / run.cluster.gpus
@@ -132,7 +132,7 @@ def measured_of(run: Recorded, result: Measured | None) -> str:
 
 
 def wrapped(line: str) -> list[str]:
-    """Return a line of text in lines of at most COLUMNS; a command's are cut already."""
+    """Return a line of text wrapped at COLUMNS; lines of commands and tables stay as they are."""
     if len(line) <= COLUMNS or " \\\n" in line or "   " in line:
         return [line]
     return textwrap.wrap(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
@@ -158,7 +158,7 @@ def described(config: Config) -> str:
 
 
 def activations_of(config: Config) -> list[str]:
-    """Return what becomes of activations and of the optimizer's state, in words."""
+    """Return a layout's recomputation and offloading, in words."""
     p = config.parallel
     again = p.recompute_granularity or "none"
     if again == "full" and p.recompute_method == "block":
@@ -208,7 +208,7 @@ def parts_of(runs: Sequence[Recorded]) -> list[str]:
 
 
 def edges_of(runs: Sequence[Recorded]) -> list[str]:
-    """Return, for each layout, how far it is from the edges of its device and of its host."""
+    """Return the margins of each layout: memory left on the device and the host, host's load."""
     rows: list[Sequence[str]] = [("", "GB left", "%", "host GB left", "%", "host busy")]
     cluster = runs[0].cluster
     for number, run in enumerate(runs, 1):
@@ -229,9 +229,9 @@ def edges_of(runs: Sequence[Recorded]) -> list[str]:
 
 
 def rank_orders(runs: Mapping[str, Recorded]) -> list[str]:
-    """Return the orders of a layout's ranks, the fastest first, and the flag of that one.
+    """Return the table of a layout's rank orders, the fastest first, and the flag of that one.
 
-    runs: by order, played. Of those that print the same seconds the first one given comes first.
+    runs: played runs, by order. Orders with equal printed seconds stay in the given order.
     """
     rows: list[Sequence[str]] = [("order", "step s", *TERMS)]
     for order, run in runs.items():
@@ -247,7 +247,7 @@ def rank_orders(runs: Mapping[str, Recorded]) -> list[str]:
 
 
 def work_of(run: Recorded) -> tuple[str, str, str]:
-    """Return what a layout's step does: its batch, its sequences, the dtype of its matmuls."""
+    """Return the work of a layout's step: batch, sequence length, dtype of its matmuls."""
     config = run.config
     batch, length = config.batch.global_batch_size, config.model.seq_length
     return f"{batch:,} sequences", f"{length:,} tokens", dtype_of(config)
@@ -258,9 +258,9 @@ def describe_work(question: tuple[str, str, str]) -> str:
 
 
 def why(yours: Recorded, best: Recorded | None) -> list[str]:
-    """Compare a layout with the best one, term by term. best: None where no layout fits.
+    """Return a comparison of a layout with the best one by terms. best: None if no layout fits.
 
-    Seconds are of a step where both do the same work, and of MILLION tokens where they do not; a
+    Seconds are per step if both have the same batch and sequence length, else per MILLION tokens; a
     line states which, and what differs.
     """
     cluster = yours.cluster
@@ -307,7 +307,7 @@ def why(yours: Recorded, best: Recorded | None) -> list[str]:
 
 
 def verdict(yours: dict[str, float], best: dict[str, float], of: str) -> str:
-    """Return in a sentence how two layouts compare, and by which term most."""
+    """Return a sentence that compares two layouts and names the term that differs most."""
     slower = yours["step"] / best["step"]
     gap = {key: yours[key] - best[key] for key in TERMS}
     worst = max(gap, key=lambda key: abs(gap[key]))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what a layer and the model's ends keep, on ranks of a pipeline of few layers.
+"""Record the memory of a layer and of the model's ends, on a pipeline with few layers.
 
     rank 0              rank 1   rank 2          rank 3
     embedding, a layer  a layer  two layers      a layer, head
 
-The second and third differ by a layer, the first and last from the second by an end
-(forecast/recording.py). One micro-batch runs: its forward, its backward, and where the schedule
-separates them its weight gradients.
+Ranks 1 and 2 differ by a layer; ranks 0 and 3 differ from rank 1 by an end of the model. A
+recording (forecast/recording.py) has one micro-batch: its forward, its backward and, if the
+schedule separates them, its weight gradients.
 """
 
 from functools import lru_cache
@@ -39,10 +39,7 @@ class Unit(NamedTuple):
 def unit_config(
     flags: tuple[str, ...], tp: int, more: str, ep: int = 0, dispatcher: str = "auto"
 ) -> Config:
-    """Return the config of the few layers.
-
-    It has two data-parallel ranks at least.
-    """
+    """Return the config of the pipeline with few layers, with at least two data-parallel ranks."""
     dp = max(2, ep // tp)
     argv = [*flags, *REST.split(), "--num-layers", "5", "--tensor-model-parallel-size", str(tp),
             "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", LAYOUT,
@@ -57,7 +54,7 @@ def unit_config(
 
 @lru_cache(maxsize=256)
 def units(config: Config) -> tuple[Unit, ...]:
-    """Return what each of the four stages keeps."""
+    """Return the memory of each of the four stages."""
     found = record(config, pretrain_llama, few=1, warms_up=False)
     return tuple(_unit(found[rank]) for rank in range(4))
 

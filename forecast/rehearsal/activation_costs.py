@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what happens to a layer's activations, and what the link to host memory hides."""
+"""Report the cost of a layer's activations: kept, recomputed or offloaded to host memory."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ OFFLOAD, PLACE = "offload", "mpu/activation_offload.py"
 class Row(NamedTuple):
     """A module of a layer. choice: keep, recompute or offload, in this run.
 
-    bytes: that it keeps of a micro-batch. recompute_seconds: of its forward, once more in backward.
-    offload_seconds: on the link, each way.
+    bytes: activations of a micro-batch that it saves. recompute_seconds: of its forward.
+    offload_seconds: on the link, in each direction.
     """
 
     module: str
@@ -41,11 +41,12 @@ class Row(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What travels between the device and host memory in a step, and what it costs.
+    """The copies of activations between the device and host memory in a step.
 
-    can_hide: the seconds of it that the link can carry during kernels: of each action, those of
-    its copies, or of the kernels between the first copy and the last wait for one, if fewer.
-    exposed: what kernels wait for. hidden: the share of can_hide that no kernel waits for.
+    down, up: bytes to and from host memory. seconds: on the link. can_hide: seconds on the link
+    that can overlap kernels: in each action the lesser of its copies, and of its kernels between
+    the first copy and the last wait for one. exposed: seconds that kernels wait for copies. hidden:
+    the share of can_hide that is not exposed.
     """
 
     down: int
@@ -58,14 +59,14 @@ class Carried(NamedTuple):
     def hidden(self) -> float:
         if not self.can_hide:
             return 1.0
-        # waits for other ranks hide some, too
+        # at most 1, since waits for other ranks hide copies, too
         return min(1.0, (self.seconds - self.exposed) / self.can_hide)
 
 
 def rows(
     config: Config, provider: ModelProvider, events: Sequence[Event], device: Device
 ) -> list[Row]:
-    """Return the table of a layer's modules. events: of one step of a rank."""
+    """Return a row for each module of a layer. events: of one step of a rank."""
     seconds: dict[str, float] = defaultdict(float)
     ran: set[tuple[str, str]] = set()
     words = ""
@@ -90,16 +91,16 @@ def rows(
 
 
 def in_layer(name: str) -> tuple[str, str]:
-    """Return ("layers.3", "mlp.down") of "layers.3.mlp.down"; ("", "") outside of layers."""
+    """Return ("layers.3", "mlp.down") for "layers.3.mlp.down"; ("", "") outside of layers."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: at + 1]), ".".join(parts[at + 1 :])
 
 
 def choice(config: Config, module: str, nbytes: int, kept: int) -> str:
-    """Return what the flags do with the bytes that a module keeps, in a layer that they apply to.
+    """Return what the flags do with a module's activations, in a layer to which they apply.
 
-    kept: those that it keeps with the run's recomputation.
+    nbytes: saved without recomputation. kept: saved with the run's recomputation.
     """
     g = config.gpu
     if not nbytes:
@@ -112,11 +113,11 @@ def choice(config: Config, module: str, nbytes: int, kept: int) -> str:
 
 
 def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -> dict[str, int]:
-    """Return {module: bytes} that the model's first layer keeps of a micro-batch on a rank.
+    """Return {module: bytes} that the model's first layer saves for a micro-batch on a rank.
 
-    Modules are named as in the layer, "" the layer itself, in the order of forward. A storage
-    counts for the module that saves it first. recomputes: as the run does; else nothing is
-    recomputed.
+    Modules are named as in the layer, "" for the layer itself, in the order of forward. A storage
+    counts for the module that saves it first. recomputes: whether to recompute as the run does, or
+    not at all.
     """
     p = config.parallel
     if not recomputes:
@@ -127,7 +128,7 @@ def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -
     assert isinstance(model, nn.Module)
     tracker = ModuleTracker(model, model.ctx.queue, model.ctx.sink)
     found, known = Counter[str](), {id(p.untyped_storage()) for p in model.parameters()}
-    storages = []  # an id is one storage's for as long as this lives
+    storages = []  # keeps the storages alive, so that their ids stay unique
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -150,10 +151,10 @@ def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -
 
 
 def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:
-    """Return the transfers of a step with this timing."""
+    """Return the copies of activations in a step, which has this timing."""
     down = up = 0
     seconds = can_hide = 0.0
-    copies = computing = waiting = 0.0  # of the action; `waiting`: kernels since its last wait
+    copies = computing = waiting = 0.0  # of the action; `waiting`: of kernels since its last wait
     for event in [*events, Action("")]:
         if isinstance(event, Action):
             can_hide += min(copies, computing)
@@ -172,7 +173,7 @@ def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:
 
 
 def as_json(table: Sequence[Row], moved: Carried) -> dict[str, Any]:
-    """Return both as JSON's types."""
+    """Return the table and the copies as JSON's types."""
     return {
         "modules": [row._asdict() for row in table],
         "carried": {**moved._asdict(), "hidden": moved.hidden},
@@ -180,7 +181,7 @@ def as_json(table: Sequence[Row], moved: Carried) -> dict[str, Any]:
 
 
 def lines(table: Sequence[Row], moved: Carried) -> list[str]:
-    """Return both as text."""
+    """Return the table and the copies as lines of text."""
     out = [f"{'module':<16} {'keeps':>9} {'to recompute':>13} {'to offload':>11}  here"]
     for row in table:
         out.append(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find autograd functions whose backward leaves out the conjugate of a transfer of its forward.
+"""Find autograd functions whose backward lacks the conjugate of a collective in its forward.
 
-What a forward gathers its backward must sum, what a forward scatters its backward must gather, and
-what a forward exchanges comes back (the pairs of mpu/comm/mappings.py). A torch.autograd.Function
-is compared with itself, in any model.
+The conjugate of all_gather is reduce_scatter and vice versa; all_to_all is its own (the pairs of
+mpu/comm/mappings.py). The forward and backward of each torch.autograd.Function are compared, so
+the rule holds in any model.
 """
 
 from collections import Counter
@@ -18,16 +18,15 @@ from mpu.layers.cross_entropy import LABEL
 if TYPE_CHECKING:
     from forecast.rehearsal.run import Rehearsed
 
-BACKWARD = ".backward"  # of an autograd function's name in a record
-NOT_DIFFERENTIATED = (f"{LABEL.who}: {LABEL.phase}",)  # a softmax's sums, known to its backward
+BACKWARD = ".backward"  # suffix of an autograd function's name in a record
+NOT_DIFFERENTIATED = (f"{LABEL.who}: {LABEL.phase}",)  # a softmax's sums, saved for its backward
 CONJUGATE = {
     "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
 }  # fmt: skip
 
 
 def one_way(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the functions that send floats in forward, and in backward not as often the other way.
-    """
+    """Yield the functions whose backward has fewer conjugates than collectives in forward."""
     events, recorder = seen.recorder.events, seen.recorder
     made: dict[tuple[str, str], Counter[str]] = {}  # a function, the axis: its verbs
     first: dict[tuple[str, str], int] = {}
@@ -42,7 +41,7 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
             continue
         if event.label and not event.label.endswith((": forward", ": backward")):
             continue
-        # in backward of any dtype: a gradient in float8 travels as bytes
+        # in backward count every dtype: a float8 gradient is sent as bytes
         if name.endswith(BACKWARD) or event.where.phase == "forward" and "float" in event.dtype:
             made.setdefault((name, event.axis), Counter())[event.verb] += 1
             first.setdefault((name, event.axis), index)

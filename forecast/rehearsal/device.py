@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand in for torch.cuda: a device with streams and events that a Recorder sees.
+"""Replace torch.cuda by a fake device, whose streams and events a Recorder records.
 
 `install` replaces torch.cuda's functions for the whole process, which ends with the rehearsal.
-`Reads` gives fake tensors what never reaches torch's dispatcher: reads on the host, prints,
-addresses, the choice of an attention kernel.
+`Reads` handles calls on fake tensors that never reach torch's dispatcher: reads on the host,
+prints, addresses, the choice of an attention kernel.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ CUDNN = 91900  # assumed, 9.19: the one that wheels of torch 2.11 and later need
 
 
 class Stream:
-    """torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     recorder: Recorder  # set by install
 
@@ -38,7 +38,7 @@ class Stream:
         self.cuda_stream = self.number
 
     def wait_stream(self, other: "Stream") -> None:
-        """Wait for all that is on another stream now."""
+        """Wait for all work enqueued so far on another stream."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: "CudaEvent") -> None:
@@ -47,17 +47,17 @@ class Stream:
             self.recorder.wait(self.number, event.number)
 
     def record_event(self, event: "CudaEvent | None" = None) -> "CudaEvent":
-        """Mark how far the stream is."""
+        """Record an event on the stream."""
         event = event or CudaEvent()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for the stream."""
+        """Make the host wait for the stream."""
         self.recorder.host_wait(stream=self.number)
 
     def query(self) -> bool:
-        """Return that the stream is idle."""
+        """Return True: the stream is idle."""
         return True
 
     def __enter__(self) -> "Stream":
@@ -69,32 +69,32 @@ class Stream:
 
 
 class CudaEvent:
-    """torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark how far a stream is."""
+        """Record the event on a stream."""
         recorder = Stream.recorder
         self.number = recorder.new_event()
         recorder.record(self.number, recorder.stream if stream is None else stream.number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait."""
+        """Make a stream wait for the event."""
         (stream or _current()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait for the event."""
         if self.number >= 0:
             Stream.recorder.host_wait(event=self.number)
 
     def query(self) -> bool:
-        """Return that the event is reached."""
+        """Return True: the event is complete."""
         return True
 
     def elapsed_time(self, other: "CudaEvent") -> float:
-        """Return the milliseconds between two events, which a rehearsal does not measure."""
+        """Return 0.0 milliseconds: a rehearsal does not measure time."""
         return 0.0
 
 
@@ -119,14 +119,14 @@ class Generator(torch.Generator):
 
 
 class Memory:
-    """The bytes that live on the device, as torch.cuda.memory_allocated and its kin say them."""
+    """The bytes in use on the device, for torch.cuda.memory_allocated and similar functions."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.at, self.now, self.most = recorder, 0, 0, 0
         self.live: dict[int, Alloc] = {}
 
     def allocated(self, device: Any = None) -> int:
-        """Return the bytes that live now."""
+        """Return the bytes of live storages."""
         for event in self.recorder.events[self.at :]:
             self.now += step(self.live, event, self.recorder.device)
             self.most = max(self.most, self.now)
@@ -134,7 +134,7 @@ class Memory:
         return self.now
 
     def peak(self, device: Any = None) -> int:
-        """Return the most that lived at once."""
+        """Return the peak of `allocated`."""
         self.allocated()
         return self.most
 
@@ -171,7 +171,7 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
     )
     for name, fake in fakes.items():
         setattr(cuda, name, fake)
-    # up to torch 2.12 a fake tensor's device is opened by a real allocation
+    # up to torch 2.12 fake tensors initialize their device by a real allocation
     fake_tensors().init_gpu_context = lambda device: None
     torch.Generator = Generator  # type: ignore[misc]
     torch.backends.cudnn.version = lambda: CUDNN
@@ -179,13 +179,13 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
 
 
 class Reads:
-    """Answer what fake tensors cannot: values on the host, prints, addresses; and record them."""
+    """Handles and records what fake tensors cannot do: reads on the host, prints, addresses."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
     def install(self, patches: Patches) -> None:
-        """Put the answers in place of the methods of fake tensors, and of two functions."""
+        """Replace methods of fake tensors, torch.tensor and scaled_dot_product_attention."""
         methods: dict[str, Callable[..., Any]] = {
             "tolist": self.tolist,
             "numpy": self._numpy,
@@ -204,7 +204,7 @@ class Reads:
             self.recorder.host_wait(stream=self.recorder.stream, reads=name, of=x)
 
     def tolist(self, x: Tensor) -> Any:
-        """Note one wait, and give zeros."""
+        """Record one wait and return zeros."""
         self._reads(x, "tolist")
         zero: Any = 0.0 if x.dtype.is_floating_point else 0
 
@@ -231,7 +231,7 @@ class Reads:
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         pinned = kwargs.pop("pin_memory", False)
         x = TENSOR(data, **kwargs)
-        x.constant = None  # type: ignore[attr-defined]  # else it is copied for real
+        x.constant = None  # type: ignore[attr-defined]  # a constant would really be copied
         if pinned:
             return x.pin_memory()
         if device is None or torch.device(device).type == "cpu":
@@ -258,5 +258,5 @@ class Reads:
 
 
 def method(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that a class makes a method of: a bound one is not."""
+    """Return a bound method as a function, so that it becomes a method where a class has it."""
     return lambda x, *args, **kwargs: answer(x, *args, **kwargs)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The events of one rank, in the order of its host's calls: the rehearsal's record.
 
-The recorder (record.py in this folder) writes these; memory.py, order.py, clock.py and report.py
-read them. A stream is a number: 0 is the stream that computes. A communicator has a stream of its
-own, as in NCCL. A storage is a number too, and never used for another storage.
+The recorder (record.py) writes these; memory.py, order.py, clock.py and report.py read them.
+Streams are numbers; 0 is the computing stream. A communicator has a stream of its own, as in NCCL.
+Storages are numbers, too, and a number is never reused.
 """
 
 from typing import NamedTuple
 
 
 class Where(NamedTuple):
-    """Which part of the step calls. place: file:line of the innermost line of the product.
+    """The part of the step that makes a call. place: file:line, the product's innermost line.
 
-    phase: "forward", "backward", "wgrad", "grad sum", "gather", "update", ... layer: the innermost
-    module's name in the model, such as "layers.3.mlp.down"; "" outside of all. part: "norm",
-    "rope", "swiglu", "attention", "loss", "embedding", "linear", "wgrad", "optimizer" or "glue".
+    phase: "forward", "backward", "wgrad", "grad sum", "update", ... layer: the innermost module's
+    name in the model, such as "layers.3.mlp.down"; "" outside of all modules. part: "norm", "rope",
+    "swiglu", "attention", "loss", "embedding", "linear", "wgrad", "optimizer", "glue", ...
     function: the innermost torch.autograd.Function, such as "AllGatherMatmul" in its forward and
     "AllGatherMatmul.backward" in its backward.
     """
@@ -27,7 +27,7 @@ class Where(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel, or one library call, on a stream."""
+    """A kernel or a library call on a stream."""
 
     op: str  # such as "aten::mm", or the name of a Triton kernel
     stream: int
@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     bytes: int  # read and written, each tensor once
     flops: float  # of its matmuls
     where: Where
-    # of each storage read, then of each written: bytes [low, high); empty: all of it
+    # bytes [low, high) of each storage read, then of each written; empty: the whole storages
     spans: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[str, ...] = ()  # of its tensors, as `shapes`
     host: tuple[str, ...] = ()  # places of inputs that are in host memory
@@ -46,17 +46,17 @@ class Launch(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One collective, or one message, on the stream of its communicator.
+    """A collective or a message on the stream of its communicator.
 
-    It waits for what was launched before it on the stream `origin`, which called it.
+    It waits for earlier work of the stream `origin`, the current stream when it was called.
     """
 
-    id: int  # counts the transfers of the rank
+    id: int  # number among all transfers of the rank
     verb: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send or receive
     axis: str  # such as "tp", "dp_cp"
     group: tuple[int, ...]  # the communicator's ranks in the world
     peer: int  # of a message: the rank at its other end; else -1
-    number: int  # its place among the transfers of its communicator, from 0
+    number: int  # number among the transfers of its communicator, from 0
     bytes: int  # of the input; of a receive, of the result
     sent: int  # bytes that leave this rank, by the ideal algorithm
     dtype: str
@@ -65,18 +65,18 @@ class Transfer(NamedTuple):
     origin: int
     read: tuple[int, ...]
     written: tuple[int, ...]
-    batch: int  # the same number for messages that start together; -1: it starts alone
+    batch: int  # number of the batch with which a message starts; -1: it starts alone
     label: str
     where: Where
     spans: tuple[tuple[int, int], ...] = ()  # as in Launch
     op: str = ""  # the operator of a reduction
     communicator: str = ""  # its name, the same on all its ranks
     urgent: bool = False  # its stream has high priority
-    is_async: bool = False  # the program waits for it later
+    is_async: bool = False  # the caller waits for it later
 
 
 class Record(NamedTuple):
-    """An event marks how far a stream is."""
+    """An event is recorded on a stream."""
 
     event: int
     stream: int
@@ -84,7 +84,7 @@ class Record(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A stream waits until an event's mark is reached, or a transfer's end (then event is -1)."""
+    """A stream waits for an event, or for the end of a transfer (then event is -1)."""
 
     event: int
     stream: int
@@ -93,11 +93,11 @@ class Wait(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The host waits: for an event, for all of a stream (event -1), or for the device (both -1)."""
+    """The host waits for an event, for a stream (event -1), or for the device (both -1)."""
 
     event: int
     stream: int
-    reads: str  # what it reads then, such as "aten::item", or ""
+    reads: str  # the operation that makes it wait, such as "aten::item", or ""
     where: Where
     made: str = ""  # the line that made the host's side of a copy
     storage: int = -1  # the storage that it reads
@@ -105,13 +105,13 @@ class HostWait(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """The host queried whether a transfer is over, and it was."""
+    """The host polled a transfer and found it complete."""
 
     transfer: int
 
 
 class HostUse(NamedTuple):
-    """The host itself reads and writes page-locked memory, which the device may copy meanwhile."""
+    """The host reads or writes page-locked memory, which the device may copy at the same time."""
 
     read: tuple[int, ...]
     written: tuple[int, ...]
@@ -120,7 +120,7 @@ class HostUse(NamedTuple):
 
 
 class RecordStream(NamedTuple):
-    """A storage is not used again by the allocator before this stream is done with it."""
+    """The allocator must not reuse a storage before this stream's work is done."""
 
     storage: int
     stream: int
@@ -128,7 +128,7 @@ class RecordStream(NamedTuple):
 
 
 class Alloc(NamedTuple):
-    """A storage begins, allocated while `stream` was current."""
+    """A storage is allocated while `stream` is current."""
 
     storage: int
     bytes: int
@@ -139,20 +139,20 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A storage ends: its last reference is gone."""
+    """A storage is freed: its last reference is gone, or it is resized."""
 
     storage: int
     place: str
 
 
 class Call(NamedTuple):
-    """The host enters a torch.autograd.Function, forward or backward. name: of its class."""
+    """The host enters a torch.autograd.Function's forward or backward. name: as Where.function."""
 
     name: str
 
 
 class Action(NamedTuple):
-    """The rank begins something else. words: of FailureMonitor.action."""
+    """The rank begins another action. words: as in FailureMonitor.action."""
 
     words: str
 

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find transfers and copies that nothing hides, although a product could.
+"""Find exposed transfers and copies that a matmul could hide.
 
-The program starts a transfer without waiting for it, so that something hides it. It is exposed if
-no product runs between its start and the computing stream's wait for it. That cannot be helped
-where the product before it makes what it sends, and the product after it
-reads what it brings. It could be helped
+An asynchronous transfer is meant to overlap computation. It is exposed if no matmul runs between
+its start and the computing stream's wait for it. This is unavoidable if the matmul before it
+computes the sent data, and the matmul after it reads the received data. It is avoidable
 
-    by an earlier start    where the product before it makes nothing of what it sends
-    by a later wait        where the product after it reads nothing of what it brings
+    by an earlier start    if the matmul before it does not compute the sent data
+    by a later wait        if the matmul after it does not read the received data
 
-Both are products of the same action (a micro-batch's forward, backward or W), and larger than a
-router's. Forwards that are computed again begin with what was kept, so no product comes before
-them. Which launch makes and reads what is followed from storage to storage through the launches
-between. A finding is a line of which, in one phase, more than half of the transfers of a step could
-be hidden. A copy between host and device is a transfer, too; one on the computing stream itself can
-never be hidden.
+Only matmuls of the same action (a micro-batch's forward, backward or W) count, and only those
+larger than a router's. A recomputed forward starts from saved activations, so no matmul comes
+before it. Dependencies are traced from storage to storage through the launches in between. A
+finding is a line of which, in one phase, more than half of the transfers of a step could be hidden.
+A copy between host and device is a transfer, too; a copy on the computing stream is never hidden.
 """
 
 from collections import Counter, defaultdict
@@ -28,28 +26,28 @@ from forecast.rehearsal.places import phase_of
 if TYPE_CHECKING:
     from forecast.rehearsal.run import Rehearsed
 
-LEAST = 0.02  # of the FLOPs of a step's largest product
-LARGE = 1 << 12  # bytes of a copy that holds up the computing stream
+LEAST = 0.02  # share of the FLOPs of a step's largest matmul, from which a matmul counts
+LARGE = 1 << 12  # bytes from which a copy on the computing stream is reported
 Line = tuple[str, str, str]  # file:line, phase, label
 AGAIN = "recompute"
-PASSES = ("forward", "backward")  # W fills a bubble, in which nothing waits for it
+PASSES = ("forward", "backward")  # not W, which only fills bubbles
 
 
 class Started(NamedTuple):
-    """A transfer or a copy that is under way: its event's index, and the products before it."""
+    """A transfer or copy in flight: index of its event, and number of matmuls before it."""
 
     at: int
     products: int
 
 
 def exposed(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the lines whose transfers in the last step could be hidden, and are not."""
+    """Yield the lines whose transfers in the last step are exposed and could be hidden."""
     events, chains = seen.recorder.events, seen.recorder.chains
     every, could = Counter[Line](), defaultdict[Line, list[tuple[int, str]]](list)
-    started: dict[int, Started] = {}  # of transfers, by their number
-    copying = defaultdict[int, list[Started]](list)  # by stream
-    marks: dict[int, list[Started]] = {}  # of copies, by the event behind them
-    brought: dict[int, tuple[int, ...]] = {}  # by each transfer, the storages that it writes
+    started: dict[int, Started] = {}  # transfers in flight, by id
+    copying = defaultdict[int, list[Started]](list)  # copies in flight without an event, by stream
+    marks: dict[int, list[Started]] = {}  # copies in flight, by the event recorded behind them
+    brought: dict[int, tuple[int, ...]] = {}  # transfer's id -> the storages that it writes
     products, phase, is_large = 0, "", Large(events[seen.first : seen.end])
     for index in range(seen.first, seen.end):
         event, waited = events[index], list[Started]()
@@ -97,18 +95,18 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
 
 
 def is_product(event: Launch | Transfer) -> bool:
-    """Return whether the computing stream multiplies."""
+    """Return whether an event is a matmul on the computing stream."""
     return isinstance(event, Launch) and event.stream == 0 and event.flops > 0
 
 
 class Large:
-    """Says whether an event is a product that would hide a transfer. step: has all products."""
+    """Tests whether an event is a matmul large enough to hide a transfer. step: its events."""
 
     def __init__(self, step: Sequence[Event]) -> None:
         self.least = LEAST * max((e.flops for e in step if isinstance(e, Launch)), default=0.0)
 
     def __call__(self, event: Launch | Transfer) -> bool:
-        """Return whether it would."""
+        """Return whether an event is such a matmul."""
         return isinstance(event, Launch) and event.stream == 0 and event.flops > self.least
 
 
@@ -116,8 +114,10 @@ def cure(
     events: Sequence[Event], start: int, wait: int, brought: Mapping[int, tuple[int, ...]],
     is_large: Large,
 ) -> str:  # fmt: skip
-    """Return by what a transfer that starts and is waited for at these events could be hidden, in
-    words; "" if by nothing. brought: what each transfer writes.
+    """Return, as text, the change that would hide a transfer; "" if there is none.
+
+    start, wait: indices of its start and of the wait for it. brought: storages that each transfer
+    writes.
     """
     event = events[start]
     assert isinstance(event, (Launch, Transfer))
@@ -131,9 +131,10 @@ def could_start_before(
     events: Sequence[Event], start: int, brought: Mapping[int, tuple[int, ...]],
     is_large: Large,
 ) -> bool:  # fmt: skip
-    """Return whether the action's product before a transfer makes nothing of what it sends.
+    """Return whether the action has a large matmul before a transfer that does not feed it.
 
-    brought: what each transfer writes. What one brings is there from the wait for it on.
+    brought: storages that each transfer writes. The search ends at a wait for a transfer on which
+    the sent data depends.
     """
     own = events[start]
     assert isinstance(own, (Launch, Transfer))
@@ -161,7 +162,10 @@ def could_start_before(
 def could_end_after(
     events: Sequence[Event], wait: int, brought: tuple[int, ...], is_large: Large
 ) -> bool:
-    """Return whether the product after a wait reads nothing of what the transfer brought."""
+    """Return whether a large matmul that does not need the received data follows the wait.
+
+    brought: storages that the transfer writes.
+    """
     made = set(brought)
     for index in range(wait + 1, len(events)):
         event = events[index]
@@ -178,14 +182,14 @@ def could_end_after(
 
 
 def line_of(event: Event) -> Line:
-    """Return the line that started a transfer or a copy, and what it did that for."""
+    """Return the line, the phase and the label of a transfer or a copy."""
     assert isinstance(event, (Launch, Transfer))
     label = event.label if isinstance(event, Transfer) else event.op
     return event.where.place, event.where.phase, label
 
 
 def words(event: Event) -> str:
-    """Return what a line's transfers are, in words."""
+    """Return a transfer or a copy as text."""
     if isinstance(event, Transfer):
         return f"{event.verb} over {event.axis} ({event.label or 'no label'})"
     assert isinstance(event, Launch)

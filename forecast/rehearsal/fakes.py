@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer the usual operations on fake tensors by torch's meta kernels alone.
+"""Run common operations on fake tensors directly by torch's meta kernels.
 
-Each dispatch of FakeTensorMode looks for symbolic sizes, constants and devices that differ, which
-takes longer than the rest of a rehearsal. The usual operation has none of these: its tensors are on
-one device, and a meta kernel says what it returns. All others go to FakeTensorMode.
+Each dispatch of FakeTensorMode checks for symbolic sizes, constants and different devices, which
+takes longer than the rest of a rehearsal. Most operations have none of these: their tensors are on
+one device, and a meta kernel computes the result's shape. All others go to FakeTensorMode.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from mpu.torch_private import fake_tensors, in_meta_kernel, meta_kernel_says
 
 
 def fake_tensor_mode() -> Any:
-    """Return a FakeTensorMode that asks meta kernels first, and takes tensors that are not fake."""
+    """Return a FakeTensorMode that tries meta kernels first, and allows non-fake tensors."""
     fake = fake_tensors()
 
     class Mode(fake.FakeTensorMode):  # type: ignore[misc,name-defined]
@@ -33,7 +33,10 @@ def fake_tensor_mode() -> Any:
             return self.on(device, out)
 
         def device_of(self, args: Any, kwargs: Mapping[str, Any]) -> torch.device | None:
-            """Return the one device of an operation, None where there is none or a value."""
+            """Return the only device of an operation's tensors, else None.
+
+            None also if `device` is passed, or if a tensor is not fake or is a constant.
+            """
             if kwargs.get("device") is not None:
                 return None
             tensors: list[Any] = [*tensors_of((*args, *kwargs.values()))]
@@ -43,7 +46,7 @@ def fake_tensor_mode() -> Any:
             return devices.pop() if len(devices) == 1 else None
 
         def on(self, device: torch.device, out: Any) -> Any:
-            """Return what a meta kernel has made as fake tensors of a device."""
+            """Return a meta kernel's results as fake tensors on a device."""
             if isinstance(out, (list, tuple)):
                 return type(out)(self.on(device, x) for x in out)
             new = isinstance(out, Tensor) and not isinstance(out, fake.FakeTensor)

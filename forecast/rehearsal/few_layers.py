@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a step of many like layers and micro-batches from records of few.
+"""Time a step of many equal layers and micro-batches from records of few.
 
-What a step costs is linear in the layers of a stage and in the micro-batches, once there are a few
-of each: each further one does the same again. `numbers` takes what one record has at a count of
-micro-batches; forecast/planner/played.py has them at two counts of each, and adds the rest.
+The time of a step is linear in the layers of a stage and in the micro-batches, once there are a few
+of each. `numbers` returns the times of one record at one count of micro-batches;
+forecast/planner/played.py has them at two counts of each, and extrapolates.
 """
 
 from forecast.device_file import Device
@@ -19,16 +19,16 @@ BUSY, EXPOSED, BOUND, STAGE, LAYERS = "busy", "exposed", "bound", "stage", "laye
 
 
 def numbers(seen: Rehearsed, device: Device, micro_batches: int) -> dict[str, float]:
-    """Return what a rank's step takes, in seconds, by a name of parts that SEPARATOR joins.
+    """Return the seconds of a rank's step by name; SEPARATOR joins the parts of a name.
 
-    step, host; busy/KIND, exposed/AXIS and bound/NAME as Timing has them. In a pipeline messages
-    arrive at once here, and there are stage/PART/CHUNK, F, B or W of a chunk for all micro-batches
-    together; layers/PART/CHUNK, those of them in layers; rest, the step without the schedule's
-    actions; and send, of one message.
+    step, host; busy/KIND, exposed/AXIS and bound/NAME: as in Timing. In a pipeline (messages arrive
+    at once here) also stage/PART/CHUNK: F, B or W of a chunk, all micro-batches together;
+    layers/PART/CHUNK: the part of that in layers; rest: the step without the schedule's actions;
+    send: one message.
     """
     step = seen.step(micro_batches)
     if seen.grid.pp.size == 1 and seen.config.parallel.optimizer_state_offload:
-        step = [*seen.earlier(micro_batches), *step]  # what goes down under this step's forward
+        step = [*seen.earlier(micro_batches), *step]  # their copies overlap this step's forward
     timing = time_record(step, device, rank=seen.grid.rank, trace=False)
     found = {STEP: timing.step_seconds, HOST: timing.host_seconds, **_by_name(timing)}
     if seen.grid.pp.size > 1:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find mistakes in the record of a rehearsed rank: what would fail, wait or be slow on a GPU.
+"""Find mistakes in the record of a rehearsed rank: errors, waits and slow work on a GPU.
 
-Each rule asks the record, and nothing that is written down about the program, so it holds for a
-changed model or training script as well:
+Each rule reads only the record and assumes nothing about the program, so it also holds for a
+changed model or training script:
 
-    order, free, keep   what streams use without a wait (order.py, group.py)
-    host read           where in a step the host waits, unless the program says that it must
-    device, no kernel   what a launch is given, and torch's list of CUDA kernels
-    dtype, float64      what work in a wider dtype than the run's costs, by bytes and FLOPs
-    layout              what a kernel reads by address (mpu/kernels/by_address.py)
-    overlap             transfers that a product could hide (exposed.py)
-    traffic             a backward without the transfers of its forward (conjugates.py)
-    communicator        one that NCCL would set up in a step
+    order, free, keep   memory used or freed without a wait (order.py, group.py)
+    host read           the host waits in a step, and the program does not declare that it must
+    device, no kernel   a launch on tensors in host memory; an operation without a CUDA kernel
+    dtype, float64      costly work in a wider dtype than the run's, by bytes and FLOPs
+    layout              strides that a kernel misreads by address (mpu/kernels/by_address.py)
+    overlap             exposed transfers that a matmul could hide (exposed.py)
+    traffic             a backward without the conjugate transfers of its forward (conjugates.py)
+    communicator        a communicator that NCCL would set up in a step
     leak                memory that grows (growth.py)
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 PASSES = ("forward", "backward", "wgrad")
 MESSAGES = ("send", "receive")
 HALVES = ("bfloat16", "float16")
-BY_VALUE = ("aten::fill_", "aten::index_put_", "aten::_fused_adamw_")  # take a number of the host
-# What is done in a wider dtype than the run's is a choice while it costs less of a step than this:
-# of the bytes that launches read and write for float64, of the FLOPs of products for float32.
+BY_VALUE = ("aten::fill_", "aten::index_put_", "aten::_fused_adamw_")  # accept host scalars
+# Work in a wider dtype than the run's is reported above these shares of a step: for float64 a share
+# of the bytes that launches read and write, for float32 a share of the FLOPs of matmuls.
 DOUBLE, SINGLE = 0.01, 0.05
-OF_STEPS = (one_way, grown, exposed)  # rules of a step that went through
+OF_STEPS = (one_way, grown, exposed)  # rules that need a complete step
 
 
 def findings(seen: "Rehearsed") -> list[Finding]:
-    """Return what is wrong, in the order in which it came, each place once."""
+    """Return the findings of all rules, each kind once for a pair of places."""
     found: dict[tuple[str, str, str], Finding] = {}
     every = [] if seen.failure is None else [seen.failure]
     every += seen.recorder.found
@@ -57,10 +57,11 @@ def findings(seen: "Rehearsed") -> list[Finding]:
 
 
 def waits(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield where the host waits for the device in the last step: it launches nothing meanwhile.
+    """Yield the host's waits for the device in the last step, during which it launches nothing.
 
-    It may wait where the program says that it must (mpu.host_memory.read_values), and in an update
-    that it computes itself. Of one step it is not known what only a first one does.
+    Waits are allowed if the program declares them (mpu.host_memory.read_values), and in an update
+    that the host computes itself. If only one step ran, none are reported: they may be a first
+    step's.
     """
     if seen.begin == seen.first:
         return
@@ -78,7 +79,7 @@ def waits(seen: "Rehearsed") -> Iterator[Finding]:
 
 
 def launches(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield what is wrong with the launches of the last step."""
+    """Yield the findings on launches of the last step."""
     for index in range(seen.first, seen.end):
         event = seen.recorder.events[index]
         if type(event) is Launch:
@@ -88,7 +89,7 @@ def launches(seen: "Rehearsed") -> Iterator[Finding]:
 
 
 def refused(event: Launch) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the words of what CUDA would refuse of a launch."""
+    """Yield (kind, text) for each reason why CUDA would refuse a launch."""
     if not has_kernel(event.op):
         yield "no kernel", f"{event.op} has no CUDA kernel"
     if event.host and event.op not in BY_VALUE:
@@ -96,7 +97,7 @@ def refused(event: Launch) -> Iterator[tuple[str, str]]:
 
 
 def wide(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the lines whose work in a wider dtype than the run's costs a part of the last step."""
+    """Yield the lines whose work in a wider dtype than the run's is costly in the last step."""
     narrow = str(seen.config.run.dtype).removeprefix("torch.")
     double, single, first = Counter[str](), Counter[str](), dict[tuple[str, str], int]()
     moved, flops, phase = 0, 0.0, ""
@@ -129,9 +130,9 @@ def wide(seen: "Rehearsed") -> Iterator[Finding]:
 
 
 def in_single(event: Launch) -> bool:
-    """Return whether a launch multiplies factors in float32."""
-    at = MATMULS.get(short_name(event), 0)  # where its factors stand, behind what it adds to
-    ours = event.op.startswith("triton::")  # they load each tensor in its dtype
+    """Return whether a launch multiplies float32 matrices."""
+    at = MATMULS.get(short_name(event), 0)  # index of its first factor
+    ours = event.op.startswith("triton::")  # Weft's kernels load each tensor in its dtype
     return bool(event.flops) and not ours and "float32" in event.dtypes[at : at + 2]
 
 
@@ -143,7 +144,7 @@ def op_of(seen: "Rehearsed", index: int) -> str:
 
 
 def at_launch(seen: "Rehearsed", index: int, kind: str, what: str) -> Finding:
-    """Return a finding at a launch. Its other place: where its first tensor was made."""
+    """Return a finding at a launch. Its other place is the line that made its first tensor."""
     event, recorder = seen.recorder.events[index], seen.recorder
     assert type(event) is Launch
     made = [recorder.born.get(n, "") for n in (*event.read, *event.written)]
@@ -152,7 +153,7 @@ def at_launch(seen: "Rehearsed", index: int, kind: str, what: str) -> Finding:
 
 
 def communicators(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the collectives that are the first of their communicator, in a step."""
+    """Yield the collectives in a step that are the first of their communicator."""
     for index in range(seen.begin, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is Transfer and event.verb not in MESSAGES and event.number == 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand in for torch.distributed over NCCL: communicators whose transfers a Recorder sees.
+"""Replace torch.distributed over NCCL by communicators whose transfers are recorded.
 
-A group has a communicator with a stream of its own. A message that is not part of a batch has,
-as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
+A group has a communicator with a stream of its own. A message outside of a batch uses, as in torch,
+a communicator of its pair of ranks in that group. No data is sent: tensors are fake.
 """
 
 import weakref
@@ -24,11 +24,11 @@ from mpu.comm import collectives, transport
 from mpu.comm.transport import Handle, sent_bytes
 from mpu.pipeline.engine import Payload
 
-URGENT = "a stream of high priority"  # in place of NCCL's options
+URGENT = "a stream of high priority"  # replaces NCCL's options object
 
 
 class Communicator:
-    """The ranks that share one, and its stream. name: the same on all of them.
+    """A communicator: its ranks and its stream. name: equal on all its ranks.
 
     urgent: the stream has high priority.
     """
@@ -40,7 +40,7 @@ class Communicator:
 
 
 class Group:
-    """A process group. number: counts the groups of these ranks. urgent: as a Communicator's."""
+    """A process group. number: among the groups of these ranks. urgent: as in Communicator."""
 
     def __init__(self, ranks: tuple[int, ...], number: int, urgent: bool = False) -> None:
         self.ranks, self.number, self.urgent = ranks, number, urgent
@@ -59,12 +59,12 @@ class Group:
         return found
 
     def size(self) -> int:
-        """Return how many ranks it has."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
 
 class P2POp(NamedTuple):
-    """dist.P2POp."""
+    """Replaces dist.P2POp."""
 
     op: Any
     tensor: Tensor
@@ -73,9 +73,9 @@ class P2POp(NamedTuple):
 
 
 class Work:
-    """What a start returns. `wait` orders the current stream, as NCCL's does.
+    """Replaces torch's Work of a transfer. `wait` blocks the current stream, as NCCL's does.
 
-    torch's own keeps the tensors until then, this one does not: that is for Weft's Handle to do.
+    torch's own keeps the tensors alive until the wait. This one does not: Weft's Handle must.
     """
 
     def __init__(self, recorder: Recorder, transfer: Transfer) -> None:
@@ -84,12 +84,12 @@ class Work:
         self._polled = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait."""
+        """Make the current stream wait for the transfer."""
         self.recorder.wait(self.recorder.stream, transfer=self.transfer)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the transfer is over: from the second question on."""
+        """Return whether the transfer is complete: True from the second call on."""
         self._polled, polled = True, self._polled
         if polled:
             self.recorder.polled(self.transfer)
@@ -97,14 +97,14 @@ class Work:
 
 
 class KeptHandle(Handle):
-    """A Handle that must keep the tensors of its transfers until they are over."""
+    """A Handle that checks that it keeps the tensors of its transfers until their end."""
 
     def __init__(self, recorder: Recorder, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.recorder = recorder
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Note the tensors that are not kept."""
+        """Record a finding if tensors are not kept."""
         recorder = self.recorder
         kept = {recorder.number(x) for x in self.keep}
         for one in getattr(self.work, "works", [self.work]):
@@ -116,10 +116,10 @@ class KeptHandle(Handle):
 
 
 class Distributed:
-    """The functions of torch.distributed that mpu calls.
+    """Replacements of the functions of torch.distributed that mpu calls.
 
-    answers: what each rank of an axis sends where this one sends some bytes; None: the same.
-    exchange: sends for real, where all ranks are rehearsed (world.py).
+    answers: maps bytes of this rank to those of each rank of an axis, or to None if they are equal.
+    exchange: exchanges bytes between processes if all ranks are rehearsed (world.py), else None.
     """
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
@@ -133,7 +133,7 @@ class Distributed:
         self.answers: Callable[[bytes, Any], list[bytes] | None] | None = None
 
     def install(self, patches: Patches) -> None:
-        """Replace them."""
+        """Install the replacements."""
         self.patches = patches
         for name in (
             "init_process_group", "new_group", "is_initialized", "destroy_process_group",
@@ -141,7 +141,7 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             patches.replace(dist, name, getattr(self, name))
-        # of this transport alone: a recording's has its own (mpu/comm/meta.py)
+        # only of this transport: MetaTransport has its own (mpu/comm/meta.py)
         patches.replace(collectives.ProcessGroupTransport, "gather_bytes", self.gather_bytes)
         patches.replace(transport, "Handle", partial(KeptHandle, self.recorder))
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
@@ -152,7 +152,7 @@ class Distributed:
     def init_process_group(
         self, backend: str, store: Any = None, rank: int = 0, world_size: int = 1, **kwargs: Any
     ) -> None:
-        """Make the group of the world."""
+        """Make the world's group."""
         from torch.distributed.distributed_c10d import GroupMember
 
         self.patches.replace(GroupMember, "WORLD", self._group(tuple(range(world_size))))
@@ -160,7 +160,7 @@ class Distributed:
     def new_group(
         self, ranks: Sequence[int] | None = None, pg_options: Any = None, **kwargs: Any
     ) -> Group:
-        """Make a group; with options, one whose stream has high priority."""
+        """Make a group; with URGENT as its options, its stream has high priority."""
         world: Any = dist.group.WORLD
         return self._group(tuple(ranks) if ranks is not None else world.ranks, pg_options == URGENT)
 
@@ -169,11 +169,11 @@ class Distributed:
         return Group(ranks, self.groups[ranks] - 1, urgent)
 
     def is_initialized(self) -> bool:
-        """Return that the world is there."""
+        """Return True."""
         return True
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave."""
+        """Do nothing."""
 
     def get_rank(self, group: Any = None) -> int:
         """Return this rank."""
@@ -182,20 +182,20 @@ class Distributed:
     def all_reduce(
         self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
-        """Note an all-reduce."""
+        """Record an all-reduce."""
         return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op=op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        """Note an all-gather."""
+        """Record an all-gather."""
         return self._collective("all_gather", group, (input,), (output,), input, async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = None, group: Any = None,
         async_op: bool = False,
     ) -> Any:  # fmt: skip
-        """Note a reduce-scatter."""
+        """Record a reduce-scatter."""
         verb = "reduce_scatter"
         return self._collective(verb, group, (input,), (output,), input, async_op, op=op)
 
@@ -203,7 +203,7 @@ class Distributed:
         self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None, group: Any = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
-        """Note an all-to-all. input_split_sizes: of an uneven one, the rows for each rank."""
+        """Record an all-to-all. input_split_sizes: rows for each rank; None: equal parts."""
         sent_rows, rows = None, input_split_sizes
         if rows is not None:
             sent_rows = sum(rows) - rows[self._of(group).ranks.index(self.rank)]
@@ -211,30 +211,30 @@ class Distributed:
         return self._collective("all_to_all", group, *uses, async_op, sent_rows=sent_rows)
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any) -> list[bytes]:
-        """Return the bytes of each rank, or this one's for all."""
+        """Return the bytes of each rank; this rank's for all if the others' are not known."""
         if self.exchange is not None:
             return list(self.exchange.gather(data, axis))
         answers = self.answers(data, axis) if self.answers is not None else None
         return answers if answers is not None else [data] * axis.size
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
-        """Note a message that leaves."""
+        """Record the start of a send."""
         return self._message("send", tensor, dst, group)
 
     def irecv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Work:
-        """Note a message that comes."""
+        """Record the start of a receive."""
         return self._message("receive", tensor, src, group)
 
     def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        """Note a message, and wait."""
+        """Record a send and wait for it."""
         self.isend(tensor, dst, group).wait()
 
     def recv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> None:
-        """Note a message, and wait."""
+        """Record a receive and wait for it."""
         self.irecv(tensor, src, group).wait()
 
     def batch_isend_irecv(self, ops: Sequence[P2POp]) -> list[Work]:
-        """Note messages that start together, on the group's own communicator."""
+        """Record a batch of messages, on the group's own communicator."""
         with self._batched():
             return [op.op(op.tensor, op.peer, op.group) for op in ops]
 
@@ -259,7 +259,7 @@ class Distributed:
         name = str(op).removeprefix("RedOpType.") if op is not None else ""
         over = group.communicator(self.recorder)
         for x in (*read, *written):
-            if not x.is_contiguous():  # as ProcessGroupNCCL's check of a collective's tensors
+            if not x.is_contiguous():  # as ProcessGroupNCCL checks a collective's tensors
                 made = self.recorder.birthplace(x)
                 what = f"NCCL: Tensors must be contiguous ({verb} over {self.trace_axis} of "
                 what += f"{tuple(x.shape)} with strides {x.stride()}"
@@ -277,7 +277,7 @@ class Distributed:
         pair = () if self.batch >= 0 else tuple(sorted((self.rank, peer)))
         over = group.communicator(self.recorder, pair)
         read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))
-        if not tensor.is_contiguous():  # NCCL carries the bytes in memory's order, and warns
+        if not tensor.is_contiguous():  # torch warns, and NCCL sends the bytes in memory order
             lines = self.recorder.lines()
             what = (
                 f"{verb} of {tuple(tensor.shape)} with strides {tensor.stride()}: NCCL takes its "
@@ -327,23 +327,23 @@ class Distributed:
         return Work(recorder, transfer)
 
     def through_memory(self) -> None:
-        """Note that what was just traced goes through memory, on no stream of its own.
+        """Record that the collective traced last goes through shared memory, without a stream.
 
-        Its ranks write and read there in the order of their own work.
+        It is ordered like other work of the computing stream.
         """
         verb, ranks, kept = self.starts
         tensor = kept()
         over = Communicator(ranks, 0, f"shared memory of {ranks}")
         self._start(verb, over, -1, (tensor,), (), tensor)
 
-    # a trace of the grid's axes: it names the axis and the label of what is about to start
+    # hook of the grid's axes, called with the axis and the label before each transfer
 
     def issued(
         self, verb: str, axis: Any, tensor: Tensor, sent: int, is_async: bool, label: Any
     ) -> None:
-        """Keep who starts the next transfer, and on which axis."""
+        """Store the axis and the label of the transfer that is about to start."""
         self.trace_axis, self.trace_label, self.trace_async = axis.name, "", is_async
-        self.starts = verb, axis.ranks, weakref.ref(tensor)  # which may live no longer for this
+        self.starts = verb, axis.ranks, weakref.ref(tensor)  # weak: must not keep it alive
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
             if isinstance(label.who, Payload):  # the same at both ends

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find memory that grows from micro-batch to micro-batch, or from step to step.
 
-A storage that each micro-batch's forward or backward allocates, and that still exists when the
-step's sums begin, is a leak. So are bytes that exist after a step beyond those after the
-step before. Page-locked host memory counts, too.
+Storages that several micro-batches allocate on the same line, and that are still live when the
+step's gradient sums begin, are a leak. So are bytes that are live after a step beyond those after
+the previous step. Page-locked host memory counts, too.
 """
 
 import re
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from forecast.rehearsal.run import Rehearsed
 
 SUMS = "the gradient sums"
-MICRO_BATCH = re.compile(  # of an F overlapping a B that of the B: only it writes gradients
+MICRO_BATCH = re.compile(  # if an F overlaps a B, match the B's: only it writes gradients
     r"(?:.* overlapping )?(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) "
     r"micro-batch (\d+)"
 )
 
 
 def grown(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the lines whose memory lives on in the last step, more with each micro-batch or step.
-    """
+    """Yield the lines whose live memory grows with each micro-batch or step, in the last step."""
     persistent = set(seen.kinds()) | arriving(seen)
-    in_use: dict[int, tuple[str, int]] = {}  # what a micro-batch began: its line and number
+    in_use: dict[int, tuple[str, int]] = {}  # live storage -> its line and micro-batch
     now = last = -1
     for _, event in numbered(seen):
         if type(event) is Alloc and now >= 0 and event.storage not in persistent:
@@ -42,7 +41,7 @@ def grown(seen: "Rehearsed") -> Iterator[Finding]:
             last = now if now >= 0 else last
     left: dict[str, set[int]] = {}
     for place, micro_batch in in_use.values():
-        if micro_batch != last:  # the last backward's are freed by the next step's
+        if micro_batch != last:  # those of the last backward are freed in the next step
             left.setdefault(place, set()).add(micro_batch)
     for place, some in left.items():
         if len(some) > 1:
@@ -52,8 +51,9 @@ def grown(seen: "Rehearsed") -> Iterator[Finding]:
 
 
 def arriving(seen: "Rehearsed") -> set[int]:
-    """Return the storages that messages of the last step arrive in: a later micro-batch's, which
-    an earlier one's action has posted.
+    """Return the storages of received messages in the last step.
+
+    A receive for a later micro-batch is posted during an earlier one.
     """
     return {
         number
@@ -70,15 +70,15 @@ def micro_batch_of(event: Action) -> int:
 
 
 def steps(seen: "Rehearsed", persistent: set[int]) -> Iterator[Finding]:
-    """Yield the lines of which more memory lives after the last step than before it.
+    """Yield the lines with more live memory after the last step than before it.
 
-    What lives in another line's place, storage for storage of the same size, is not more: float8's
-    first step scales by what is at hand, later ones by a history.
+    Storages that replace freed ones of the same size from another line do not count: float8 scales
+    by current values in its first step, and by a history in later ones.
     """
     if seen.begin == seen.first:
-        return  # one step was rehearsed
+        return  # only one step was rehearsed
     before, then = (live_by_place(seen, end, persistent) for end in (seen.loop, seen.end))
-    freed = Counter[int]()  # storages that lived before it, by their size
+    freed = Counter[int]()  # size -> number of storages that were live before the step only
     for place, (count, nbytes) in before.items():
         freed[nbytes // count] += max(0, count - then.get(place, (0, 0))[0])
     for place, (count, nbytes) in then.items():
@@ -98,9 +98,7 @@ def steps(seen: "Rehearsed", persistent: set[int]) -> Iterator[Finding]:
 
 
 def live_by_place(seen: "Rehearsed", end: int, persistent: set[int]) -> dict[str, tuple[int, int]]:
-    """Return how many storages live before an event, and their bytes, by the lines that began
-    them.
-    """
+    """Return the number and the bytes of live storages before event `end`, by allocating line."""
     in_use: dict[int, Alloc] = {}
     for index in range(end):
         event = seen.recorder.events[index]
@@ -122,7 +120,7 @@ def line_of(seen: "Rehearsed", event: Alloc) -> str:
 
 
 def ways(seen: "Rehearsed", place: str) -> tuple[str, ...]:
-    """Return the lines that led to a line: in the last step, or of a storage that began there."""
+    """Return the call stack of a line: of a launch in the last step, or else of an allocation."""
     for index, event in numbered(seen):
         if type(event) is Launch and event.where.place == place:
             if index in seen.recorder.chains:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build and load cuda_guard.cpp, the CUDA device that does nothing.
+"""Build and load cuda_guard.cpp, a fake CUDA device that does nothing.
 
 Call `load` before torch is imported, and `check` after. torch looks up its CUDA hooks once, while
-torch._C is imported: by then torch has loaded its own libraries, with what they need, and the
-device is loaded after them.
+torch._C is imported. The fake device is loaded just before that, after torch's own libraries.
 """
 
 import ctypes
@@ -25,21 +24,21 @@ BUILD = HERE.parents[1] / "build"
 
 
 class GuardError(RuntimeError):
-    """The device that does nothing could not be made."""
+    """The fake CUDA device cannot be built or loaded."""
 
 
 class Loader:
-    """An import hook that loads the device's library just before torch._C, and finds no module."""
+    """An import hook that loads the device's library just before torch._C. It finds no module."""
 
     def __init__(self, torch: Path, library: Path) -> None:
         self.torch, self.library = torch, library
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Load the library if `name` is torch._C. Raises GuardError where it does not load."""
+        """Load the library if `name` is torch._C. Raises GuardError if that fails."""
         if name != "torch._C":
             return
         sys.meta_path.remove(self)
-        try:  # libtorch names libtorch_cuda, if this torch has one: its guard is stored before ours
+        try:  # libtorch loads libtorch_cuda, if it exists: its guard is registered before ours
             ctypes.CDLL(str(self.torch / "lib" / "libtorch.so"), ctypes.RTLD_GLOBAL)
             ctypes.CDLL(str(self.library), ctypes.RTLD_GLOBAL)
         except OSError as error:
@@ -47,9 +46,9 @@ class Loader:
 
 
 def load() -> None:
-    """Let the device be loaded with torch, and build it if this torch has none yet.
+    """Arrange that the fake device is loaded with torch; build it for this torch if necessary.
 
-    Raises GuardError where torch is imported already, or no C++ compiler is here.
+    Raises GuardError if torch is imported already or not installed, or if the build fails.
     """
     if "torch" in sys.modules:
         raise GuardError("the fake CUDA device must be loaded before torch is imported")
@@ -61,8 +60,8 @@ def load() -> None:
 
 
 def check(torch: ModuleType) -> None:
-    """Raise GuardError where the imported torch does not have the device."""
-    try:  # RTLD_NOLOAD: only a library that is in this process
+    """Raise GuardError if the imported torch does not use the fake device."""
+    try:  # RTLD_NOLOAD: find the library only if this process has loaded it
         ours = ctypes.CDLL(str(library_path()), mode=os.RTLD_NOLOAD)
     except OSError:
         ours = None
@@ -71,16 +70,20 @@ def check(torch: ModuleType) -> None:
 
 
 def library_path() -> Path:
-    """Return where the compiled library for the installed torch lies.
+    """Return the path of the compiled library for the installed torch.
 
-    Its name has a hash of the source: a copied folder may give an old library a newer time.
+    Its name has a hash of the source, since in a copied folder an old library may have a newer
+    time.
     """
     made_of = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     return BUILD / f"rehearsal-{version('torch')}-{os.uname().machine}-{made_of}.so"
 
 
 def build(torch: Path) -> Path:
-    """Return the compiled library for the torch in a folder; compile it if it is not there."""
+    """Return the path of the library for the torch in a folder; compile it if it does not exist.
+
+    Raises GuardError if there is no compiler, or if it fails.
+    """
     library = library_path()
     if library.exists():
         return library
@@ -100,7 +103,7 @@ def build(torch: Path) -> Path:
 
 
 def flag(argv: list[str], name: str) -> str:
-    """Return the value of a flag, before all flags are read."""
+    """Return the value of a flag, or "", without parsing the other flags."""
     for i, word in enumerate(argv):
         if word == name and i + 1 < len(argv):
             return argv[i + 1]

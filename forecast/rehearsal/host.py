@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand in for what a rank on a CPU calls besides torch: the native library, shared memory.
+"""Replace what a rank on a CPU calls besides torch: the native library and shared memory.
 
-Both take addresses, which fake tensors do not have. A call of the library becomes a launch of its
-own, `weft::norm_forward`, with what it reads and writes (`CALLS`). Memory that ranks share is a
-tensor of the kind `shared memory`, whose flags are always up. A recorded run on real tensors goes
-through the same functions, which then call the library too: `real`.
+Both use addresses, which fake tensors do not have. A call of the library is recorded as a launch,
+such as `weft::norm_forward`, with the tensors that it reads and writes (`CALLS`). Memory shared by
+ranks is a tensor of the kind `shared memory`, whose flags are always set. To record a run on real
+tensors (`real`) the same functions also call the library.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from mpu.comm.transport import Axis, Handle
 from mpu.layers import fused
 
 SHARED = "shared memory"
-CALLS = {  # of csrc: which of its tensors (or None) it reads, and which it writes, by their places
+CALLS = {  # function of csrc: which of its tensor arguments it reads, and which it writes
     "norm_forward": ((0, 1, 2), (3, 4, 5)),
     "norm_backward": ((0, 1, 2, 3, 4, 6), (5, 6)),
     "swiglu_forward": ((0,), (1,)),
@@ -37,18 +37,18 @@ CALLS = {  # of csrc: which of its tensors (or None) it reads, and which it writ
     "block_backward": ((0, 1, 2, 3, 4, 5), (6, 7, 8)),
     "copy": ((0,), (1,)),
 }
-# products [s, keys] of each head that attention is; a causal one computes half of each
+# number of matmuls of an [s, keys] matrix per head of attention; a causal one computes half of each
 PRODUCTS = {"forward": 2, "backward": 5}
 
 
 class Host:
-    """The functions of mpu that reach past torch, for one rank. real: tensors have memory."""
+    """Replacements of mpu's functions that bypass torch. real: tensors have memory."""
 
     def __init__(self, recorder: Recorder, real: bool = False) -> None:
         self.recorder, self.real = recorder, real
 
     def install(self, patches: Patches, network: Distributed) -> None:
-        """Replace them. network: hears of what goes through shared memory."""
+        """Install the replacements. network: records collectives through shared memory."""
         begin = workspace.Workspace.begin
 
         def begun(space: workspace.Workspace, part_bytes: int) -> workspace.Epoch:
@@ -62,7 +62,7 @@ class Host:
         patches.replace(workspace, "SymmetricBuffer", self.buffer)
 
     def call(self, native: Callable[..., None]) -> Callable[..., None]:
-        """Return what takes the place of mpu.layers.fused.call."""
+        """Return the replacement of mpu.layers.fused.call, `native`."""
 
         def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
             if self.real:
@@ -73,7 +73,7 @@ class Host:
         return call
 
     def copy(self, to: Tensor, x: Tensor) -> None:
-        """Take the place of mpu.comm.symmetric.copy."""
+        """Replace mpu.comm.symmetric.copy."""
         plain = to.dtype == x.dtype and to.is_contiguous() and x.is_contiguous()
         if not plain or x.nbytes < symmetric.LARGE:
             to.copy_(x)
@@ -83,7 +83,7 @@ class Host:
         self.launched("copy", [x, to])
 
     def launched(self, name: str, args: Sequence[Tensor | None], flops: float = 0.0) -> None:
-        """Record a call of the library, if the recorder listens."""
+        """Record a call of the library, unless the recorder is paused."""
         recorder = self.recorder
         if recorder.paused:
             return
@@ -113,7 +113,7 @@ class Host:
         )
 
     def buffer(self, axis: Axis, nbytes: int, timeout: timedelta, ranks: int = 0) -> Any:
-        """Take the place of mpu.comm.symmetric.SymmetricBuffer."""
+        """Replace mpu.comm.symmetric.SymmetricBuffer."""
         recorder = self.recorder
         paused, recorder.paused = recorder.paused, True
         made = (
@@ -139,7 +139,7 @@ def flops(name: str, args: Sequence[Tensor | int | float | None]) -> float:
 
 
 class FakeBuffer:
-    """Shared memory of a rank whose peers are not there: every flag is up, every wait is over."""
+    """Shared memory of a rank without peers: every flag is set, every wait returns at once."""
 
     def __init__(self, axis: Axis, nbytes: int) -> None:
         self.axis, self.rank, self.size = axis, axis.rank, axis.size
@@ -148,7 +148,7 @@ class FakeBuffer:
         self.data = torch.empty(control + nbytes, dtype=torch.uint8)[control:]
 
     def ready(self, epoch: int) -> bool:
-        """Return that every rank has signalled."""
+        """Return True: every rank has signalled."""
         return True
 
     def _nothing(self, *args: Any) -> None:
@@ -158,9 +158,9 @@ class FakeBuffer:
 
 
 def put(send_queue: p2p.SendQueue, handle: Handle) -> None:
-    """Take the place of SendQueue.put: wait for each message at once, without the thread.
+    """Replace SendQueue.put: wait for each message at once, without the queue's thread.
 
-    The thread frees a message when its peer has it, at a moment that differs from run to run. A
-    schedule is free of deadlock under sends that wait (mpu/pipeline/simulate.py).
+    The thread frees a message once its peer has received it, at a moment that varies between runs.
+    Schedules do not deadlock with blocking sends (mpu/pipeline/simulate.py).
     """
     handle.wait()

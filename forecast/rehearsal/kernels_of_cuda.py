@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which of torch's operations have no CUDA kernel, by torch's own list of its functions.
+"""List torch's operations without a CUDA kernel, from torch's own list of functions.
 
 torch ships native_functions.yaml with torchgen. An operation runs on CUDA if one of its overloads
-names a CUDA kernel, is a composite of others, or names none at all, which means a composite.
+names a CUDA kernel, is a composite of others, or names no kernel, which also means a composite.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 
 FILE = "packaged/ATen/native/native_functions.yaml"
 RUNS = re.compile(r"\b(CUDA|CompositeImplicitAutograd|CompositeExplicitAutograd\w*)\b")
-# torch 2.11 to 2.13, where torchgen is not there: what of these a trainer might call
+# used if torchgen is missing: operations of torch 2.11 to 2.13 that a trainer might call
 STORED = frozenset({
     "aten::mkldnn_linear", "aten::mkldnn_convolution", "aten::mkldnn_max_pool2d",
     "aten::to_mkldnn", "aten::_to_dense", "aten::fbgemm_linear_int8_weight",
@@ -24,7 +24,7 @@ NOT_ON_CUDA = ("mkldnn::", "mkldnn_prepacked::", "quantized::", "onednn::")
 
 @cache
 def without() -> frozenset[str]:
-    """Return the operations, such as "aten::to_mkldnn", that no overload of which runs on CUDA."""
+    """Return the operations, such as "aten::to_mkldnn", of which no overload runs on CUDA."""
     found = find_spec("torchgen")
     path = Path(next(iter(found.submodule_search_locations or [""]))) / FILE if found else None
     if path is None or not path.is_file():
@@ -33,7 +33,7 @@ def without() -> frozenset[str]:
 
 
 def parse(text: str) -> frozenset[str]:
-    """Return the names of native_functions.yaml's entries that do not run on CUDA."""
+    """Return the operations of a native_functions.yaml that do not run on CUDA."""
     runs: dict[str, bool] = {}
     for entry in re.split(r"^- func: ", text, flags=re.M)[1:]:
         name = "aten::" + re.split(r"[.(]", entry, maxsplit=1)[0]
@@ -44,5 +44,5 @@ def parse(text: str) -> frozenset[str]:
 
 
 def has_kernel(op: str) -> bool:
-    """Return whether an operation runs on CUDA; one that is not torch's is taken to."""
+    """Return whether an operation runs on CUDA; assumed for operations that torch does not list."""
     return op not in without() and not op.startswith(NOT_ON_CUDA)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a collective or a message over levels of links: alpha and beta.
+"""Seconds of a collective or a message over levels of links: an alpha-beta model.
 
-The model is that by which NCCL chooses among its own algorithms and protocols (src/graph/tuning.cc,
-ncclTopoTuneModel): a base, a latency for each step, and bytes over a bus bandwidth; the fastest
-counts. Rings for every verb, trees for all_reduce. One difference: every step of a ring takes the
-latency of the outermost level that the group crosses. NCCL counts that for one step of a block; on
-published runs of many nodes the former is nearer (docs/predictions.md). Not in it: NVLink SHARP,
-CollNet and PAT.
+It is the model by which NCCL chooses its algorithm and protocol (src/graph/tuning.cc,
+ncclTopoTuneModel): a base, a latency per step, and bytes divided by a bus bandwidth; the fastest
+choice counts. There are rings for every verb, and trees for all_reduce. One difference: here every
+step of a ring has the latency of the outermost level that the group crosses; NCCL counts that
+latency for one step of each block. On published runs of many nodes the former is closer
+(docs/predictions.md). NVLink SHARP, CollNet and PAT are not modeled.
 
-The functions are pure. Sizes and numbers may be arrays over runs, for the planner, or single
-numbers, for the rehearsal.
+The functions are pure. Arguments may be arrays over runs, for the planner, or single numbers, for
+the rehearsal.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ from forecast.device_file import PROTOCOLS, Device
 from forecast.rehearsal.roofline import Numbers, Quantity
 
 Steps = Sequence[float]
-# of the bus bandwidth, by PROTOCOLS, of trees and of rings: tuning.cc
+# shares of the bus bandwidth, (tree, ring) for each of PROTOCOLS: tuning.cc
 SHARES = ((1 / 3.8, 0.5), (0.86, 0.92), (0.92, 1.0))
-ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of a ring
+ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # rounds of a ring
 
 
 class Span(NamedTuple):
-    """How a group lies on one level.
+    """How a group is placed on one level.
 
-    level: its number. blocks: those of the level below that the group touches in one block of this
-    level, at most; 1: the group does not cross it. members: ranks of the group in one block of the
-    level below, at most.
+    level: its index. blocks: most blocks of the level below that the group has ranks in, within one
+    block of this level; 1: the group does not cross this level. members: most ranks of the group in
+    one block of the level below.
     """
 
     level: int
@@ -41,10 +41,10 @@ class Span(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A protocol of rings, or of trees, that a collective may take.
+    """An algorithm and protocol of NCCL.
 
-    tree: whether it is one of trees, which only an all_reduce takes. share: of the bus bandwidth.
-    base: seconds of a collective. steps: of a step, by level. limit: bytes a second, at most.
+    tree: a tree, which only all_reduce uses; else a ring. share: of the bus bandwidth. base:
+    seconds of each collective. steps: seconds of a step, by level. limit: most bytes per second.
     """
 
     tree: bool
@@ -55,12 +55,12 @@ class Way(NamedTuple):
 
 
 class Links(NamedTuple):
-    """What links do, by level, inner ones first: numbers, or arrays over runs.
+    """The properties of links by level, inner ones first: numbers, or arrays over runs.
 
-    rates: bytes a second that one GPU gets in one direction. start: seconds of every collective.
-    ways: those that a collective may take, a ring of Simple last; the fastest counts. message:
-    seconds before the first byte of a message. decay: power of the number of blocks by which the
-    outer levels' rates fall.
+    rates: bytes per second of one GPU in one direction. start: seconds added to every collective.
+    ways: choices of a collective, the Simple ring last; the fastest counts. message: latency of a
+    message in seconds. decay: outer levels' rates are divided by the number of blocks to this
+    power.
     """
 
     rates: Sequence[Quantity]
@@ -71,10 +71,10 @@ class Links(NamedTuple):
 
 
 def ways_of(device: Numbers, rings: Sequence[Steps], trees: Sequence[Steps]) -> list[Way]:
-    """Return NCCL's ways. rings, trees: seconds of a step, by level and protocol."""
+    """Return NCCL's algorithms. rings, trees: seconds of a step, by level and protocol."""
     ways = list[Way]()
     for place, (protocol, shares) in enumerate(zip(PROTOCOLS, SHARES, strict=True)):
-        limit = np.inf if place else device["low_latency_bandwidth"]  # LL has one of its own
+        limit = np.inf if place else device["low_latency_bandwidth"]  # LL has its own limit
         for kind, share, levels in zip(("tree", "ring"), shares, (trees, rings), strict=True):
             steps = [level[place] for level in levels]
             base = device[f"{kind}_base.{protocol}"]
@@ -100,7 +100,7 @@ def links_of(device: Device) -> Links:
 def spans(blocks: Sequence[int], group: Sequence[int]) -> list[Span]:
     """Return the levels that a group of world ranks crosses, inner ones first.
 
-    blocks: the ranks that each level joins, inner levels first; 0: all.
+    blocks: number of ranks that each level joins, inner levels first; 0: all.
     """
     found = []
     below = 1
@@ -117,7 +117,7 @@ def spans(blocks: Sequence[int], group: Sequence[int]) -> list[Span]:
 
 
 def strided(size: Quantity, stride: Quantity, node: Quantity) -> list[Span]:
-    """Return how groups of `size` ranks, `stride` apart, lie in nodes and on their network."""
+    """Return the spans of groups of `size` ranks, `stride` apart, over nodes and their network."""
     inside = np.minimum(size, np.maximum(1.0, np.floor(node / stride)))
     return [Span(0, inside, 1.0), Span(1, np.ceil(size / inside), inside)]
 
@@ -127,9 +127,9 @@ def collective(
 ) -> Quantity:
     """Return the seconds of a collective of n ranks. sent: bytes of one rank's input.
 
-    A block with g members of the group has g rings through g network cards: the group's rings have
-    the least over its levels of what a GPU gets times g. Raises ValueError for a verb that is no
-    collective.
+    A block with g members of the group has g rings through g network cards, so the bandwidth of the
+    rings is the least over the crossed levels of g times the rate of a GPU. Raises ValueError for
+    an unknown verb.
     """
     if verb != "all_to_all" and verb not in ROUNDS:
         raise ValueError(f"{verb} is no collective that a device file can time")
@@ -140,7 +140,7 @@ def collective(
 
 
 def _rate(links: Links, span: Span) -> Quantity:
-    """Return the bytes a second of one GPU across a level, infinite where it is not crossed."""
+    """Return the bytes per second of one GPU across a level, infinite if it is not crossed."""
     rate = links.rates[span.level]
     if span.level and np.any(links.decay):
         rate = rate / np.maximum(1.0, span.blocks) ** links.decay
@@ -151,7 +151,7 @@ def _ring_or_tree(
     links: Links, verb: str, sent: Quantity, n: Quantity, crossed: Sequence[Span]
 ) -> Quantity:
     steps = ROUNDS[verb] * (n - 1)
-    carried = steps * (sent if verb == "all_gather" else sent / n)  # by a ring
+    carried = steps * (sent if verb == "all_gather" else sent / n)  # bytes of each rank in a ring
     bus: Quantity = np.inf
     for span in crossed:
         bus = np.minimum(bus, _rate(links, span) * span.members)
@@ -177,7 +177,7 @@ def _outermost(way: Way, crossed: Sequence[Span]) -> Quantity:
 
 
 def _tree(way: Way, crossed: Sequence[Span]) -> Quantity:
-    """Return the seconds of a tree's steps, up and down: a chain in a node, then a binary tree."""
+    """Return the seconds of a tree's steps, up and down: chains in nodes, a binary tree outside."""
     seconds: Quantity = 0.0
     for span in crossed:
         depth = np.ceil(np.log2(span.blocks)) if span.level else span.blocks - 1
@@ -188,7 +188,7 @@ def _tree(way: Way, crossed: Sequence[Span]) -> Quantity:
 def _all_to_all(
     links: Links, verb: str, sent: Quantity, n: Quantity, crossed: Sequence[Span]
 ) -> Quantity:
-    """Return the slowest level's time; every rank sends 1/n of its input to every other."""
+    """Return the time of the slowest level; every rank sends 1/n of its input to each other one."""
     seconds: Quantity = 0.0
     inside: Quantity = 1
     for span in crossed:
@@ -207,7 +207,7 @@ def message(links: Links, sent: Quantity, level: Quantity) -> Quantity:
 
 
 def bandwidth(device: Device, level: int) -> float:
-    """Return bytes a second that one GPU gets across a level in one direction."""
+    """Return the bytes per second of one GPU across a level in one direction."""
     return float(links_of(device).rates[level])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse one rank and report: what `tools/rehearse.py` does once torch may be imported."""
+"""Rehearse one rank and report: the part of `tools/rehearse.py` that imports torch."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def main(script: ModuleType, argv: list[str], progress: Progress | None = None) 
     """Rehearse; print and write the report; return the exit code. progress: counts the steps."""
     progress = progress or Progress()
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
+    path: str | None = guard.flag(argv, "--rehearse-json")  # known even if reading flags fails
     try:
         for flag, key in (("--rehearse-json", "findings"), ("--rehearse-trace", "traceEvents")):
             if file := guard.flag(argv, flag):
@@ -66,7 +66,7 @@ def main(script: ModuleType, argv: list[str], progress: Progress | None = None) 
             made, text = all_ranks(partial(run, script), describe, config, progress)
         else:
             made, text = describe(run(script, config, progress=progress))
-    except Exception as error:  # also while the flags are read: the plan runs the model, too
+    except Exception as error:  # reading the flags may raise any, too: it runs the model
         if isinstance(error, (ValueError, PlacementError, OSError, guard.GuardError)) and not (
             of_torch(error)
         ):
@@ -81,17 +81,17 @@ def main(script: ModuleType, argv: list[str], progress: Progress | None = None) 
 
 
 def of_torch(error: BaseException) -> bool:
-    """Return whether torch raised it, which knows no flags."""
+    """Return whether torch raised an error; its message then does not name flags."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
-    """Read the flags. world: its ranks, if not from the environment. Raises UsageError."""
+    """Read the flags. world: number of ranks; 0: from the environment. Raises UsageError."""
     world = world or Launch.from_env().world
     argv = script.name_fork(argv)
     own = getattr(script.load_model_file(script.model_file(argv)), "extra_args_provider", None)
-    # a plan's rules: the files of the data need not be on this machine
+    # with a dry run's rules, the data files need not be on this machine
     config: Config = script.parse(["--dry-run", *argv], world, own, script.of_checkpoint)
     config = replace(config, run=replace(config.run, dry_run=False))
     options = config.rehearse
@@ -118,9 +118,9 @@ def run(
     node: int = GPUS_A_NODE,
     tries: bool = True,
 ) -> Rehearsed:
-    """Rehearse a rank, for which this process must be new. Raises UsageError.
+    """Rehearse a rank. The process must not have rehearsed before. Raises UsageError.
 
-    node: its GPUs. tries: whether a run's trial calls are made first.
+    node: GPUs of a node. tries: whether to make a run's trial calls and warm-up first.
     """
     world, options = config.parallel.world_size, config.rehearse
     here = min(node, world)
@@ -186,9 +186,9 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
         "activations": {},
-        "cuda_graph": {},  # of programs that had CUDA graphs
+        "cuda_graph": {},  # always empty: Weft has no CUDA graphs
     }
-    # with findings there may be no whole step; torch's operations in a kernel's place make one
+    # a finding may mean that the step is incomplete, except a "stand-in"
     kinds = {finding["kind"] for finding in made["findings"]}
     timed = recorder.device == "cuda" and kinds <= {"stand-in"}
     provider = seen.script.model_provider
@@ -211,7 +211,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
 
 
 def time_of(seen: Rehearsed, device: Device, step: Sequence[Event]) -> Timing:
-    """Time the last step, of all micro-batches, on a device."""
+    """Return the timing of the last step, with all its micro-batches, on a device."""
     config, grid, provider = seen.config, seen.grid, seen.script.model_provider
     batches = seen.micro_batches
     tokens = batches * config.batch.micro_batch_size * grid.dp.size * config.model.seq_length
@@ -219,7 +219,7 @@ def time_of(seen: Rehearsed, device: Device, step: Sequence[Event]) -> Timing:
     dtype = str(config.run.dtype).removeprefix("torch.")
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
-        if config.parallel.optimizer_state_offload:  # what goes down under this step's forward
+        if config.parallel.optimizer_state_offload:  # its copies overlap the next step's forward
             step = [*seen.earlier(), *step]
         return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = schedule_of(config, batches), costs(config, provider)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match the records of all ranks of a small world: which transfers meet, which are stuck.
+"""Match the records of all ranks of a small world: find mismatched transfers and deadlocks.
 
-Every rank's host puts work on its streams in the order of its record, and stops where it waits. A
-stream does one thing after another: a transfer waits for what its origin did before, then for its
-peers, who must come to the same transfer of the same communicator. A collective is over when all
-its ranks are there, a message when both ends are, a batch when all its messages are. This is
-run until nothing moves. What is blocked then is blocked on NCCL too: a deadlock.
+Each rank's host enqueues work on its streams in the order of its record, and stops at a wait. A
+stream runs its items in order. A transfer waits for earlier work of its origin stream, then for its
+peers to reach the same transfer of the same communicator. A collective completes when all its ranks
+have arrived, a message when both ends have, a batch when all its messages have. This is simulated
+until nothing advances. Transfers that are blocked then would also be blocked on NCCL: a deadlock.
 """
 
 from collections import defaultdict, deque
@@ -18,14 +18,14 @@ from forecast.rehearsal.record import Recorder
 
 MESSAGES = ("send", "receive")
 MATCHED = (Transfer, Record, Wait, HostWait)  # the events that are needed
-Chains = dict[tuple[str, str], tuple[str, ...]]  # a place and a verb: the lines that led there
+Chains = dict[tuple[str, str], tuple[str, ...]]  # (place, verb) -> call stack
 OVER = {"send": "receive", "receive": "send"}
 
 
 class Item(NamedTuple):
-    """One thing on a stream: transfers that run as one, a mark, or a wait.
+    """An item on a stream: transfers that run as one, a mark, or a wait.
 
-    after: the mark of the origin that transfers wait for.
+    after: (origin stream, number of its items) for which transfers wait.
     """
 
     transfers: tuple[Transfer, ...]
@@ -35,24 +35,24 @@ class Item(NamedTuple):
 
 
 class Rank:
-    """A rank's host and its streams. at: the next event that the host comes to."""
+    """A rank's host and its streams. at: index of the host's next event."""
 
     def __init__(self, number: int, events: Sequence[Event]) -> None:
         self.number = number
         self.events = [e for e in events if isinstance(e, MATCHED)]
         self.at = 0
         self.streams: dict[int, deque[Item]] = defaultdict(deque)
-        self.put: dict[int, int] = defaultdict(int)  # items put on a stream so far
-        self.done: dict[int, int] = defaultdict(int)
-        self.marks: set[int] = set()
-        self.over: set[int] = set()  # transfers
+        self.put: dict[int, int] = defaultdict(int)  # items enqueued on each stream so far
+        self.done: dict[int, int] = defaultdict(int)  # items of each stream that are complete
+        self.marks: set[int] = set()  # events that are reached
+        self.over: set[int] = set()  # transfers that are complete
 
     def add(self, stream: int, item: Item) -> None:
         self.streams[stream].append(item)
         self.put[stream] += 1
 
     def host(self) -> bool:
-        """Put work on the streams until the host waits; return whether it did anything."""
+        """Enqueue work on the streams until the host waits; return whether there was any."""
         began = self.at
         while self.at < len(self.events):
             event = self.events[self.at]
@@ -83,7 +83,7 @@ class Rank:
         return not any(self.streams[stream] for stream in streams)
 
     def local(self) -> bool:
-        """Do what is first on the streams and needs no peer; return whether there was any."""
+        """Complete the first items of streams that need no peer; return whether there were any."""
         moved = False
         for stream, items in list(self.streams.items()):
             while items and not items[0].transfers:
@@ -99,13 +99,13 @@ class Rank:
         return moved
 
     def pop(self, stream: int) -> None:
-        """Remove the first item of a stream, which is over."""
+        """Remove the first item of a stream, which is complete."""
         item = self.streams[stream].popleft()
         self.done[stream] += 1
         self.over.update(transfer.id for transfer in item.transfers)
 
     def ready(self) -> dict[str, tuple[int, Item]]:
-        """Return what waits for its peers, by communicator, with its stream."""
+        """Return (stream, item) of the transfers that wait only for peers, by communicator."""
         found = {}
         for stream, items in self.streams.items():
             if items and items[0].transfers:
@@ -116,13 +116,13 @@ class Rank:
 
 
 class World:
-    """All ranks, and what was found."""
+    """All ranks, and the findings."""
 
     def __init__(self, records: Sequence[Sequence[Event]], chains: Sequence[Chains] = ()) -> None:
         self.chains = {key: lines for one in chains for key, lines in one.items()}
         self.ranks = [Rank(number, events) for number, events in enumerate(records)]
         self.found: dict[tuple[str, str, str], Finding] = {}
-        self.met: set[tuple[int, int]] = set()  # messages whose other end came: rank, transfer
+        self.met: set[tuple[int, int]] = set()  # (rank, transfer) of messages that are matched
 
     def note(self, kind: str, one: Transfer, what: str, other: Transfer | None) -> None:
         place, also = one.where.place, other.where.place if other else ""
@@ -131,7 +131,7 @@ class World:
         self.found.setdefault((kind, place, also), Finding(kind, place, what, also, through))
 
     def run(self) -> list[Finding]:
-        """Run all ranks until nothing moves; return what does not fit, and what is stuck."""
+        """Run all ranks until nothing advances; return the mismatches and deadlocks."""
         moving = True
         while moving:
             moving = False
@@ -144,7 +144,7 @@ class World:
                     first = item.transfers[0]
                     items = self.ranks[number].streams[stream]
                     if not items or items[0] is not item:
-                        continue  # it went with a peer's
+                        continue  # it was completed together with a peer's
                     if first.verb in MESSAGES:
                         moving |= self._messages(number, item, heads)
                     elif first.group[0] == number:
@@ -207,13 +207,13 @@ class World:
                             continue
                         at = self._current(other, name)
                         if at is not None and signature(at) == signature(one) and one.peer < 0:
-                            continue  # that rank is there
+                            continue  # that rank has arrived
                         what = f"rank {rank.number} waits for rank {other} in {words(one)}; that "
                         what += f"is at {words(at)} ({at.where.place})" if at else "has ended"
                         self.note("deadlock", one, what, at)
 
     def _current(self, number: int, name: str) -> Transfer | None:
-        """Return the transfer at which a rank is blocked: of this communicator, if it has one."""
+        """Return a transfer at which a rank is blocked, of communicator `name` if possible."""
         ready = self.ranks[number].ready()
         if name in ready:
             return ready[name][1].transfers[0]
@@ -223,7 +223,7 @@ class World:
 
 
 def chains_of(recorder: Recorder) -> Chains:
-    """Return the lines that led to a record's transfers."""
+    """Return the call stacks of a record's transfers."""
     events = recorder.events
     return {
         (event.where.place, event.verb): lines
@@ -233,9 +233,9 @@ def chains_of(recorder: Recorder) -> Chains:
 
 
 def match(records: Sequence[Sequence[Event]], chains: Sequence[Chains] = ()) -> list[Finding]:
-    """Return what does not fit among the ranks' records, in the order of the ranks.
+    """Return the mismatches and deadlocks among the ranks' records.
 
-    chains: of each rank, the lines that led to its transfers.
+    chains: call stacks of each rank's transfers.
     """
     return [*World(records, chains).run(), *crossed(records)]
 
@@ -243,7 +243,7 @@ def match(records: Sequence[Sequence[Event]], chains: Sequence[Chains] = ()) -> 
 def crossed(records: Sequence[Sequence[Event]]) -> list[Finding]:
     """Return collectives of two communicators that two ranks start in different orders.
 
-    NCCL may run each on a part of the SMs, so either may keep the other from starting.
+    Each may occupy SMs on one of the ranks and so keep the other from starting: a deadlock.
     """
     found: dict[tuple[str, str], Finding] = {}
     orders = [
@@ -267,13 +267,13 @@ def crossed(records: Sequence[Sequence[Event]]) -> list[Finding]:
 
 
 def signature(one: Transfer) -> tuple[Any, ...]:
-    """Return what both ends of a transfer must agree on."""
+    """Return the properties on which both ends of a transfer must agree."""
     verb = "message" if one.verb in MESSAGES else one.verb
     return verb, one.dtype, one.shape, one.op, one.label
 
 
 def words(one: Transfer) -> str:
-    """Return a transfer in words."""
+    """Return a transfer as text."""
     peer = {"send": f" to {one.peer}", "receive": f" from {one.peer}"}.get(one.verb, "")
     label = f", {one.label}" if one.label else ""
     return f"{one.verb}{peer} over {one.axis} of {one.dtype} {list(one.shape)}{label}"

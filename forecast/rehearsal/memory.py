@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rehearsed rank: every storage on a timeline, and the peak by kind.
+"""The memory of a rehearsed rank: its live storages over time, and the peak by kind.
 
-A storage that the optimizer or the model keeps is of that kind. Another is of the part of the step
-in which it began: forward's are activations, the loss's logits, and so on.
+Storages of the optimizer and the model have the kinds that these report. Others have a kind by the
+part of the step that allocated them: activations in forward, logits in the loss, and so on.
 """
 
 from collections import defaultdict
@@ -17,10 +17,10 @@ ROUND = 512  # bytes: the CUDA allocator's smallest block
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device at the fullest moment. at: the index of the event that reached it.
+    """Bytes on the device at the fullest moment. at: index of the event that reaches it.
 
-    rounding: what CUDA's allocator adds to the requests that live then. largest: the storages that
-    live then, largest first, as (bytes, kind, place).
+    rounding: bytes that CUDA's allocator adds to the live allocations. largest: the live storages,
+    largest first, as (bytes, kind, place).
     """
 
     peak: int
@@ -33,9 +33,9 @@ class Memory:
 def memory(
     events: Sequence[Event], kinds: Mapping[int, str], device: str, first: int = 0
 ) -> Memory:
-    """Return the peak from event `first` on. kinds: of the persistent storages, by number.
+    """Return the peak from event `first` on. kinds: kinds of the persistent storages, by number.
 
-    A launch's own workspace counts while it runs (workspaces.py).
+    The workspace of a launch counts while it runs (workspaces.py).
     """
     live: dict[int, Alloc] = {}
     now = peak = taken = 0
@@ -62,7 +62,7 @@ def memory(
 
 
 def live_storages(events: Iterable[Event], device: str) -> list[Alloc]:
-    """Return the storages that live after these events."""
+    """Return the live storages after these events."""
     live: dict[int, Alloc] = {}
     for event in events:
         step(live, event, device)
@@ -70,7 +70,7 @@ def live_storages(events: Iterable[Event], device: str) -> list[Alloc]:
 
 
 def step(live: dict[int, Alloc], event: Event, device: str) -> int:
-    """Let an event change which storages live; return by how many bytes."""
+    """Update the live storages by an event; return the change in bytes."""
     if type(event) is Alloc and event.device == device:
         live[event.storage] = event
         return event.bytes
@@ -85,7 +85,7 @@ def kind_of(alloc: Alloc, kinds: Mapping[int, str]) -> str:
 
 
 def of_where(where: Where) -> str:
-    """Return the kind of a storage by where it began."""
+    """Return the kind of a storage by the part of the step that allocated it."""
     if where.part == "state":
         return "masters and moments"
     if where.part == "loss":

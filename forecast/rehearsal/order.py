@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what one rank's streams may do in the wrong order, by vector clocks over its record.
+"""Find data races between one rank's streams, by vector clocks over its record.
 
-A clock is how far one timeline knows the others: the streams, and the host as one more. Work that
-is put on a stream comes after all that the stream did or waited for, and after all that the host
-had seen by then. An event and a transfer's end carry the clock of their stream to whoever waits.
-Two uses of the same bytes, one of them a write, must be in order by these clocks. So must a
-storage's uses and its end: the memory goes back to the stream on which it was allocated, whose next
-work may be given it at once. `record_stream` excuses a stream from that.
+A timeline is a stream or the host. Its clock holds how many uses of each other timeline are known
+to be complete. Work enqueued on a stream comes after all earlier work and waits of that stream, and
+after all that the host had synchronized with. Events and transfers pass the clock of their stream
+to the timelines that wait for them. Two uses of the same bytes, at least one of them a write, must
+be ordered by these clocks. So must the uses of a storage and its end: its memory returns to the
+stream that allocated it, and that stream's next work may reuse it at once. `record_stream` exempts
+a stream from this.
 
-A transfer runs on its communicator's stream. torch's own Work keeps its tensors until its wait.
-Here Weft's Handle keeps them, and a tensor that ends before is a mistake. So is a use of its
-tensors before somebody waited for that very transfer, even where a later one of the communicator
-was waited for: only NCCL's one stream orders the two then, and gloo, which has none, does not.
+A transfer runs on its communicator's stream. torch's own Work keeps the tensors alive until it is
+waited for. Here Weft's Handle must keep them; a tensor freed before is a mistake. It is also a
+mistake to use the tensors before a wait for this very transfer, even after a wait for a later one
+of the communicator: only NCCL's single stream would order the two, and gloo has none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,13 @@ from forecast.rehearsal.events import (
 )
 
 HOST = -1
-Clock = dict[int, int]  # timeline -> how many of its uses are known to be over
+Clock = dict[int, int]  # timeline -> number of its uses that are known to be complete
 
 
 class Finding(NamedTuple):
-    """One mistake. place: file:line. also: the other place of two that do not fit together.
+    """One mistake. place: file:line. also: a second place, if two uses conflict, or "".
 
-    through: the lines of the product that led to the two, innermost first.
+    through: call stacks of both places, innermost first; only lines of the product.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Use(NamedTuple):
     low: int
     high: int
     tick: int
-    event: int  # its index
+    event: int  # index of the event
 
 
 class Storage:
@@ -65,11 +66,11 @@ class Storage:
         self.ticks: Clock = {}  # timeline -> its latest use
         self.uses: dict[tuple[int, bool], dict[tuple[int, int], Use]] = {}  # timeline, written
         self.recorded: set[int] = set()  # streams of record_stream
-        self.pending: dict[int, list[tuple[Use, bool]]] = {}  # transfers not known to be over
+        self.pending: dict[int, list[tuple[Use, bool]]] = {}  # uses by transfers without a wait
 
 
 class Order:
-    """The clocks of a rank while its record is read, and what was found."""
+    """The clocks of a rank while its record is read, and the findings."""
 
     def __init__(self, events: Sequence[Event], chains: Mapping[int, tuple[str, ...]]) -> None:
         self.events, self.chains = events, chains
@@ -84,14 +85,14 @@ class Order:
         return self.clocks.setdefault(timeline, {timeline: 0})
 
     def join(self, timeline: int, other: Clock | None) -> None:
-        """Let a timeline know all that another clock knows."""
+        """Merge another clock into a timeline's."""
         own = self.clock(timeline)
         for at, tick in (other or {}).items():
             if own.get(at, 0) < tick:
                 own[at] = tick
 
     def use(self, index: int, timeline: int, event: Launch | Transfer | HostUse) -> None:
-        """Note what an event reads and writes, and compare it with what other timelines did."""
+        """Record the uses of an event, and compare them with the uses by other timelines."""
         clock = self.clock(timeline)
         clock[timeline] += 1
         every = [(number, False) for number in event.read]
@@ -135,7 +136,7 @@ class Order:
         self._note("order", what, use.event, earlier.event)
 
     def end(self, index: int, event: Free) -> None:
-        """Note that a storage ends, and whether a timeline may still use it."""
+        """Record that a storage ends; check that no timeline may still use it."""
         storage = self.storages.pop(event.storage, None)
         if storage is None:
             return
@@ -174,7 +175,7 @@ class Order:
             self.join(HOST, self.clock(timeline))
 
     def read(self) -> list[Finding]:
-        """Read the record; return what is wrong, each pair of places once."""
+        """Read the record; return the findings, one for each pair of places."""
         for index, event in enumerate(self.events):
             if isinstance(event, Launch):
                 self.join(event.stream, self.clocks[HOST])
@@ -207,7 +208,7 @@ class Order:
 
 
 def order(events: Sequence[Event], chains: Mapping[int, tuple[str, ...]]) -> list[Finding]:
-    """Return the pairs of uses that nothing orders, and the frees that come too early."""
+    """Return the unordered pairs of uses, and the frees that come too early."""
     return Order(events, chains).read()
 
 
@@ -217,7 +218,7 @@ def place_of(event: Any) -> str:
 
 
 def who(event: Any) -> str:
-    """Return what an event is, in words."""
+    """Return an event as text."""
     if isinstance(event, HostUse):
         return "the host"
     if isinstance(event, Transfer):

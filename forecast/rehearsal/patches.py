@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Patches:
-    """What was replaced, in order. As a context manager it puts everything back at the end."""
+    """The replaced attributes, in order. As a context manager it restores them at the end."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Give a module or a class another attribute of this name."""
-        # as it is there: a class method that is looked up is bound to its class
+        """Replace an attribute of a module or a class."""
+        # static: an ordinary lookup would bind a class method to its class
         old = inspect.getattr_static(owner, name)
-        if isinstance(old, property):  # of the owner's own class: setting goes through it
+        if isinstance(old, property):  # of the owner's own class: setting calls its setter
             old = getattr(owner, name)
         self._before.append((owner, name, old))
         setattr(owner, name, new)
@@ -30,7 +30,7 @@ class Patches:
                 self.replace(module, name, new)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all replaced attributes."""
         for owner, name, old in reversed(self._before):
             setattr(owner, name, old)
         self._before.clear()

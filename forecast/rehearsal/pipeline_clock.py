@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time a step of a pipeline from one rank's record: when its inputs arrive, and the bubble.
 
-A record of one rank cannot tell when another sends. So it is timed twice: once with messages that
-arrive at once (clock.py), which gives the seconds of each of the rank's actions; then these
-seconds, and those of the other ranks' stages, run through mpu/pipeline/simulate.py, the model of
-the whole pipeline. Another stage takes the rank's seconds in layers in proportion to its work: what
-a first stage does besides, such as looking up the embedding, no other one does.
+The record of one rank does not show when other ranks send. So there are two passes. First the
+record is timed with messages that arrive at once (clock.py), which gives the seconds of each of the
+rank's actions. Then mpu/pipeline/simulate.py simulates the whole pipeline with these seconds. The
+seconds of another rank's stage are this rank's seconds in layers, scaled by work; its seconds
+outside layers are left out, as other stages do not do that work (the embedding, for example).
 """
 
 import re
@@ -26,20 +26,18 @@ Key = tuple[str, int, int]  # F, B or W, chunk, micro-batch
 
 
 def action_of(words: str) -> tuple[str, int, int, int] | None:
-    """Return (kind, chunk, micro-batch, stage) of a pipeline's action, or None: other words."""
+    """Return (kind, chunk, micro-batch, stage) of a pipeline action, or None for other words."""
     found = WORDS.match(words)
     return (found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
 
 
 def parts_of(words: str) -> list[tuple[str, int]]:
-    """Return (kind, stage) of what an action's words name: of two where they overlap;
-    none for other words.
-    """
+    """Return (kind, stage) of each action named in the words: two if they overlap, [] if none."""
     return [(m[1], int(m[4])) for m in WORDS.finditer(words)] if WORDS.match(words) else []
 
 
 class Own(NamedTuple):
-    """Seconds of a rank's own stages: {"F", "B", "W": {stage: the mean of its micro-batches}}."""
+    """Seconds of a rank's own stages: {"F", "B", "W": {stage: mean over micro-batches}}."""
 
     whole: dict[str, dict[int, float]]
     in_layers: dict[str, dict[int, float]]
@@ -50,15 +48,15 @@ def own_seconds(
 ) -> Own:
     """Return the seconds of this rank's stages, whole and in layers.
 
-    actions: of this rank, timed. work: of every stage, in any unit, such as FLOPs. Raises
-    ValueError where the record lacks one of its actions.
+    actions: the timed actions of this rank. work: of every stage, in any unit, such as FLOPs.
+    Raises ValueError if the record has no F, B or W of a stage.
     """
     parts = _by_part(work)
     measured: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in actions:
         each = [(part, stage) for kind, stage in parts_of(span.words) for part in kind]
         total = sum(parts[part][stage] for part, stage in each)
-        for part, stage in each:  # in proportion to their work; a stage may have no layer
+        for part, stage in each:  # split in proportion to work; equally if there is no work
             share = parts[part][stage] / total if total else 1 / len(each)
             seconds = (span.end - span.begin) * share, span.in_layers * share
             measured[part, stage].append(seconds)
@@ -80,11 +78,11 @@ def own_seconds(
 
 
 def stage_seconds(own: Own, work: Costs, of_layers: Costs) -> Costs:
-    """Return seconds of F, B and W of every stage.
+    """Return the seconds of F, B and W of every stage.
 
-    own: those of one rank's stages, by part. Another stage has this rank's seconds in layers a unit
-    of their work, of the same kind and over all its chunks. work: of every stage; of_layers: its
-    layers' alone.
+    own: the seconds of one rank's stages. Other stages take this rank's seconds in layers per unit
+    of work, for each part and over all its chunks. work: of every stage; of_layers: only that of
+    its layers.
     """
     seconds: dict[str, list[float]] = {}
     amounts_in_layers = _by_part(of_layers)
@@ -108,9 +106,9 @@ def send_seconds(events: Sequence[Event], device: Device, rank: int) -> float:
 def through(
     schedule: Schedule, pp_rank: int, costs: Costs, send: float, exposed: Mapping[str, float]
 ) -> tuple[Simulation, dict[str, float]]:
-    """Return a schedule as it is simulated, and what is exposed: "bubble" and "pp" too.
+    """Return the simulation of a schedule, and the exposed seconds with "bubble" and "pp" added.
 
-    exposed: of the rank where messages arrive at once. send: seconds of a message.
+    exposed: exposed seconds of the rank if messages arrive at once. send: seconds of a message.
     """
     simulated, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
     found = {**exposed, "bubble": free.step - free.busy[pp_rank]}
@@ -130,12 +128,12 @@ def time_pipeline(
     rank: int = 0,
     trace: bool = True,
 ) -> Timing:
-    """Time a step of the pipeline rank whose record this is; see time_record for the rest.
+    """Time a step of the recorded pipeline rank. Other arguments: see time_record.
 
-    work: of every stage, in any unit; of_layers: its layers' alone.
+    work: of every stage, in any unit; of_layers: only that of its layers.
 
-    exposed_seconds gets "pp", what messages add, and "bubble", what the rank waits even with
-    messages that take no time.
+    exposed_seconds gains "bubble", the time that the rank waits even if messages take no time, and
+    "pp", the time that messages add.
     """
     alone = time_record(events, device, flops, dtype, rank, trace)
     costs = stage_seconds(own_seconds(alone.actions, schedule, pp_rank, work), work, of_layers)
@@ -158,10 +156,10 @@ def time_pipeline(
 def _moved(
     alone: Timing, begins: dict[Key, float], pipeline: float
 ) -> tuple[list[Span], list[ActionSpan]]:
-    """Return spans and actions at the times that the pipeline's model gives.
+    """Return the spans and actions, moved to their times in the simulated pipeline.
 
-    begins: of this rank's actions, since the pipeline's begin. What comes before the first stays,
-    what comes after the last follows the pipeline's end.
+    begins: of this rank's actions, since the pipeline's begin. Actions before the first of these
+    stay; actions after the last one follow the pipeline's end.
     """
     scheduled = [a for a in alone.actions if action_of(a.words)]
     first = scheduled[0].begin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name lines of the product: where a rank is, from Python's stack or from a traceback."""
+"""Name lines of the product and parts of a step, from a traceback or an action's words."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 from mpu.module_tracker import path_of
 
 STATE = "mpu/optim/state_offload.py"
-PARTS = {  # of a file, or of a function in it
+PARTS = {  # file -> part of a step; see FUNCTIONS for mpu/layers/fused*
     "mpu/activation_offload.py": "offload",
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
@@ -38,13 +38,13 @@ FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu
 def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
     """Return the product's lines in the tracebacks of an exception and its causes, innermost first.
 
-    Places that its message names come next.
+    Places named in their messages follow.
     """
     return tuple(dict.fromkeys(chain.from_iterable(traced(error, fork))))
 
 
 def traced(error: BaseException, fork: str) -> tuple[list[str], list[str]]:
-    """Return those lines, and those places."""
+    """Return the lines of the tracebacks, and the places named in the messages, as two lists."""
     lines: list[str] = []
     words = ""
     cause: BaseException | None = error
@@ -63,7 +63,7 @@ def traced(error: BaseException, fork: str) -> tuple[list[str], list[str]]:
 
 @cache
 def phase_of(action: str) -> str:
-    """Return the phase that an action's words begin."""
+    """Return the phase of an action, from its words."""
     for begin, phase in (
         ("F ", "forward"),
         ("B ", "backward"),
@@ -79,7 +79,7 @@ def phase_of(action: str) -> str:
 
 
 def end_of(function: Callable[..., Any]) -> str:
-    """Return file:line of a function's last line, at which it returns."""
+    """Return file:line of a function's last line."""
     code = function.__code__
     line = max(line for _, _, line in code.co_lines() if line)
     return f"{path_of(code.co_filename, '') or code.co_filename}:{line}"

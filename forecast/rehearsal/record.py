@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what a rank does on its device: operations, storages, streams, transfers, host reads.
+"""Record the work of a rank on its device: operations, storages, streams, transfers, host reads.
 
-`Recorder` keeps the events; `Watch` (watch.py) is the dispatch mode through which torch's
-operations come. The same two record a run on fake tensors (a rehearsal) and one on real tensors,
-which tests compare. What the fake device and the fake communicators do comes through `Recorder`'s
-methods.
+`Recorder` holds the events. `Watch` (watch.py), a dispatch mode, records torch's operations; the
+fake device and communicators call `Recorder`'s methods. Both classes record runs on fake tensors
+(rehearsals) as well as on real tensors; tests compare the two.
 """
 
 import sys
@@ -39,20 +38,20 @@ from mpu.kernels import by_address
 from mpu.kernels.by_address import Requirements
 from mpu.module_tracker import FORWARD, WGRAD, ModuleTracker, path_of, site
 
-HOST = -1  # a stream's number
+HOST = -1  # in place of a stream's number
 
 
 class Inside(threading.local):
-    """The autograd functions that run in a thread, outermost first."""
+    """The running autograd functions of a thread, outermost first."""
 
     def __init__(self) -> None:
         self.functions: list[str] = []
 
 
 class Recorder:
-    """The events of one rank, in order; and which storages, streams and transfers there are.
+    """The events of one rank, in order, and its storages, streams and transfers.
 
-    device: "cuda" or "cpu", whose storages count. fork: the model's file, if it is not Weft's own.
+    device: "cuda" or "cpu"; its storages are recorded. fork: the model's file, if not Weft's own.
     """
 
     def __init__(self, device: str, fork: str = "") -> None:
@@ -62,27 +61,27 @@ class Recorder:
         self.layers: ModuleTracker | None = None
         self.action = ""
         self._here = Inside()
-        self.functions: dict[str, type] = {}  # the autograd functions that ran, by name
+        self.functions: dict[str, type] = {}  # autograd functions that have run, by name
         self.live: dict[int, tuple[int, Any]] = {}  # a storage's id -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
-        self.counts: dict[int, int] = {}  # of transfers on each communicator's stream
+        self.counts: dict[int, int] = {}  # communicator's stream -> number of its last transfer
         self.streams = 1
-        self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
+        self.homes: dict[int, int] = {}  # storage -> the current stream at its allocation
         self.born: dict[int, str] = {}  # storage -> the line that allocated it
-        self.abroad: set[int] = set()  # storages that another stream has used
-        self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
-        self.pinned: list[tuple[Any, str]] = []  # page-locked storages, and who made them
-        self.pinned_at: list[Counter[str]] = []  # of those that live, at each turn of the loop
-        self.led: dict[str, tuple[str, ...]] = {}  # line -> the lines that led to it, at first
-        self._spans: dict[Any, Any] = {}
+        self.abroad: set[int] = set()  # storages used by another stream than their home
+        self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> its call stack
+        self.pinned: list[tuple[Any, str]] = []  # page-locked storages, each with its line
+        self.pinned_at: list[Counter[str]] = []  # live ones by line, at each turn of the loop
+        self.led: dict[str, tuple[str, ...]] = {}  # line -> its call stack, the first time
+        self._spans: dict[Any, Any] = {}  # interned spans and call stacks
         self.paused = False
-        self.found: list[Finding] = []  # what is wrong by itself, whatever comes before and after
+        self.found: list[Finding] = []  # mistakes of single events
 
     # where
 
     def where(self) -> Where:
-        """Return which part of the step runs, from the action, the layers and the Python stack."""
+        """Return the running part of the step, from the action, the layers and the Python stack."""
         call, use, function = site(self.fork)
         layers, action = self.layers, self.action
         layer = layers.running() if layers else ""
@@ -102,7 +101,7 @@ class Recorder:
             part = "optimizer"
         elif call.startswith(("mpu/zero/", "mpu/optim/")) and part == "linear":
             part = "wgrad"
-        if call.startswith(STATE):  # whatever layer's gradient has called for it
+        if call.startswith(STATE):  # whichever layer's gradient triggered it
             part = "state"
         inside = self._here.functions
         return Where(phase, layer, part, call or use, inside[-1] if inside else "")
@@ -119,7 +118,7 @@ class Recorder:
     # storages
 
     def number(self, tensor: Tensor, where: Where | None = None, kind: str = "") -> int:
-        """Return the number of a tensor's storage, which begins here if it is new; -1: not ours."""
+        """Return the number of a tensor's storage, adding it if it is new; -1: not recorded."""
         if tensor.device.type == "meta":
             return -1
         storage = tensor.untyped_storage()
@@ -150,31 +149,31 @@ class Recorder:
             self.events.append(Free(number, self.place() if number in self.abroad else ""))
 
     def pin(self, x: Tensor) -> None:
-        """Let a tensor's memory count as page-locked."""
+        """Mark a tensor's memory as page-locked."""
         storage: Any = x.untyped_storage()
         storage._weft_pinned, storage._weft_born = True, self.place()
         self.pinned.append((weakref.ref(storage), storage._weft_born))
         self.led.setdefault(storage._weft_born, self.lines())
 
     def count_pinned(self) -> None:
-        """Note how many page-locked storages of each line live now."""
+        """Record the number of live page-locked storages by line."""
         self.pinned = [one for one in self.pinned if one[0]() is not None]
         self.pinned_at.append(Counter(place for _, place in self.pinned))
 
     def new_storage(self, nbytes: int) -> int:
-        """Return the number of a storage that no tensor has."""
+        """Return the number of a new storage, not yet mapped to a tensor."""
         self._storages += 1
         self.sizes[self._storages - 1] = nbytes
         return self._storages - 1
 
     def new_transfer(self, stream: int) -> tuple[int, int]:
-        """Return a transfer's number, and its place among those of its communicator."""
+        """Return a new transfer's number, and its number on its communicator's stream."""
         place = self.counts[stream] = self.counts.get(stream, -1) + 1
         self._transfers += 1
         return self._transfers - 1, place
 
     def resized(self, storage: Any, where: Where) -> None:
-        """Note that a storage has another size now: it ends, and another begins."""
+        """Record that a storage was resized: as the end of one storage and the begin of another."""
         found = self.live.get(id(storage))
         if found is None or self.sizes[found[0]] == storage.nbytes():
             return
@@ -191,9 +190,9 @@ class Recorder:
         self, call: str, given: Mapping[Any, Any], where: Where,
         required: Requirements | None = None,
     ) -> None:  # fmt: skip
-        """Note what a kernel would read wrongly of its arguments (mpu/kernels/by_address.py).
+        """Record arguments whose layout a kernel would misread (mpu/kernels/by_address.py).
 
-        required: what the kernel declares, if it is one of ours.
+        required: the declared requirements of a kernel of Weft's own.
         """
         why = list(by_address.wrong(call, given, required))
         if call == "aten::_scaled_mm_v2":
@@ -207,7 +206,7 @@ class Recorder:
     def uses(
         self, read: Iterable[Tensor], written: Iterable[Tensor], where: Where, stream: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """Return the storages read and written, and of each the bytes. stream: which uses them."""
+        """Return the storages read and written by a stream, and the span of bytes of each use."""
         reads = dict.fromkeys((self.number(x, where), *span(x)) for x in read)
         writes = dict.fromkeys((self.number(x, where), *span(x)) for x in written)
         found = [[use for use in uses if use[0] >= 0] for uses in (reads, writes)]
@@ -223,17 +222,17 @@ class Recorder:
         return numbers[0], numbers[1], self._spans.setdefault(spans, spans)
 
     def numbers(self, tensors: Iterable[Tensor], where: Where) -> tuple[int, ...]:
-        """Return the numbers of several tensors' storages, without those that do not count."""
+        """Return the numbers of several tensors' storages, without those that are not recorded."""
         found = (self.number(tensor, where) for tensor in tensors)
         return tuple(number for number in found if number >= 0)
 
     def chain(self) -> None:
-        """Keep the lines of the product that lead to the next event."""
+        """Store the lines of the product on the call stack for the next event."""
         found = self.lines()
         self.chains[len(self.events)] = self._spans.setdefault(found, found)
 
     def lines(self) -> tuple[str, ...]:
-        """Return the lines of the product that run now, innermost first."""
+        """Return the lines of the product on the call stack, innermost first."""
         lines, frame = [], sys._getframe(1)
         while frame is not None:
             if path := path_of(frame.f_code.co_filename, self.fork):
@@ -242,12 +241,12 @@ class Recorder:
         return tuple(lines)
 
     def birthplace(self, x: Tensor) -> str:
-        """Return the line of the product at which a tensor's storage was made, if it is known."""
+        """Return the line of the product that allocated a tensor's storage, "" if unknown."""
         storage = x.untyped_storage()
         number = self.live.get(id(storage), (-1,))[0]
         return getattr(storage, "_weft_born", "") or self.born.get(number, "")
 
-    # what the fake device and the fake communicators tell
+    # called by the fake device and the fake communicators
 
     def new_stream(self) -> int:
         """Return a new stream's number."""
@@ -260,19 +259,22 @@ class Recorder:
         return self._events - 1
 
     def record(self, event: int, stream: int) -> None:
-        """Note that an event marks a stream."""
+        """Record that an event is recorded on a stream."""
         self.chain()
         self.events.append(Record(event, stream, self.place()))
 
     def wait(self, stream: int, event: int = -1, transfer: int = -1) -> None:
-        """Note that a stream waits."""
+        """Record that a stream waits for an event or a transfer."""
         self.chain()
         self.events.append(Wait(event, stream, self.place(), transfer))
 
     def host_wait(
         self, event: int = -1, stream: int = -1, reads: str = "", of: Tensor | None = None
     ) -> None:
-        """Note that the host waits. of: what it reads."""
+        """Record that the host waits: for an event, else for a stream, else for the device.
+
+        reads: name of the operation that waits. of: the tensor that it reads.
+        """
         self.chain()
         storage = -1 if of is None else self.number(of)
         where, declared = self.where(), declares()
@@ -280,11 +282,11 @@ class Recorder:
         self.events.append(waits)
 
     def polled(self, transfer: int) -> None:
-        """Note that the host has seen that a transfer is over."""
+        """Record that the host has polled a transfer and found it complete."""
         self.events.append(Polled(transfer))
 
     def host_use(self, read: list[Tensor], written: list[Tensor]) -> None:
-        """Note that the host reads or writes tensors, of which page-locked ones count."""
+        """Record that the host reads or writes page-locked tensors; others are ignored."""
         if all(x.device.type != "cpu" for x in (*read, *written)) or self.device == "cpu":
             return
         where = self.where()
@@ -294,29 +296,29 @@ class Recorder:
             self.events.append(HostUse(reads, writes, where, spans))
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        """Note that a stream uses a storage."""
+        """Record a call of Tensor.record_stream."""
         self.events.append(RecordStream(self.number(tensor), stream, self.place()))
 
     def transfer(self, **fields: Any) -> Transfer:
-        """Note a collective or a message."""
+        """Record a collective or a message and return it."""
         number, place = self.new_transfer(fields["stream"])
         made = Transfer(id=number, number=place, where=self.where(), **fields)
         self.events.append(made)
         return made
 
     def enters(self, name: str, made: type) -> None:
-        """Note that the host enters an autograd function, forward or backward; then call leaves."""
+        """Record that the host enters an autograd function, forward or backward; see `leaves`."""
         self._here.functions.append(name)
         self.functions[made.__name__] = made
         if not self.paused:
             self.events.append(Call(name))
 
     def leaves(self) -> None:
-        """Note that the host leaves the autograd function that it entered last."""
+        """Leave the autograd function that was entered last."""
         self._here.functions.pop()
 
     def acts(self, words: str) -> None:
-        """Note that the rank begins something else."""
+        """Record that the rank begins another action."""
         self.action = words
         if self.layers is not None:
             self.layers.new_action()
@@ -325,7 +327,7 @@ class Recorder:
 
 
 def declares() -> bool:
-    """Return whether the program says that the host must wait here."""
+    """Return whether the program declares that the host must wait, by calling read_values."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not read_values.__code__:
         frame = frame.f_back
@@ -333,7 +335,7 @@ def declares() -> bool:
 
 
 def span(x: Tensor) -> tuple[int, int]:
-    """Return the bytes [low, high) of its storage that a tensor covers, gaps between included."""
+    """Return the bytes [low, high) of its storage that a tensor covers, gaps included."""
     low, size = int(x.storage_offset()), x.element_size()
     if not x.numel():
         return low * size, low * size

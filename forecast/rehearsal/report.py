@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rehearsal found, as text and as JSON."""
+"""Write the report of a rehearsal, as text and as JSON."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def launches(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the transfers of a step in their order."""
+    """Return the transfers of a step, in order."""
     return [
         {
             "verb": e.verb, "axis": e.axis, "ranks": list(e.group), "peer": e.peer,
@@ -48,7 +48,7 @@ def text(
     time: Sequence[str],
     activations: Sequence[str],
 ) -> str:
-    """Return the report that is printed. time, activations: the lines about them."""
+    """Return the printed report. time, activations: the lines of these two sections."""
     lines = [heading, "", "Launches of the step, by part"]
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in made["launches"]:
@@ -85,7 +85,7 @@ def text(
 
 
 def findings(made: dict[str, Any]) -> list[str]:
-    """Return the lines that name what was found."""
+    """Return the printed lines of the findings."""
     lines = ["", f"Findings: {len(made['findings'])}"]
     for found in made["findings"]:
         lines.append(f"  {found['place']}: {found['kind']}: {found['what']}")

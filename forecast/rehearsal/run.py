@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the trainer's own start and loop as one rank of any world, on fake tensors, and record it."""
+"""Run the trainer's own start-up and loop as one rank of any world on fake tensors; record it."""
 
 import contextlib
 import gc
@@ -45,7 +45,7 @@ from training.run.waiting import Progress
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
 
-READS, OVER = "reading the data", "the end of the run"  # actions: a turn of the loop; its end
+READS, OVER = "reading the data", "the end of the run"  # first action of each iteration; last one
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
 
@@ -59,15 +59,15 @@ class Rehearsed:
     begin: int  # index of the first event of the first step
     first: int  # index of the first event of the last step
     notes: list[str]
-    run: Any  # None where it was not built yet
+    run: Any  # None if building it failed
     script: ModuleType
-    micro_batches: int  # of a step of all
-    few: int  # micro-batches that ran
+    micro_batches: int  # of a whole step
+    few: int  # number of micro-batches that ran
     failure: Finding | None = None  # the exception that ended it, if one did
 
     @property
     def loop(self) -> int:
-        """Return the index at which the loop turns to the last step: it reads its data."""
+        """Return the index at which the last iteration begins, with reading its data."""
         events = self.recorder.events
         turns = (
             index for index in range(self.first - 1, -1, -1)
@@ -83,11 +83,11 @@ class Rehearsed:
         return next(over, len(events))
 
     def step(self, micro_batches: int = 0) -> list[Event]:
-        """Return the last step, of so many micro-batches; 0: of all."""
+        """Return the events of the last step with `micro_batches` micro-batches; 0: all."""
         return self._whole(self.recorder.events[self.first :], micro_batches)
 
     def earlier(self, micro_batches: int = 0) -> list[Event]:
-        """Return the steps before it, of so many micro-batches; 0: of all."""
+        """Return the events of the steps before the last one; micro_batches: as for `step`."""
         events, found = self.recorder.events[: self.first], list[Event]()
         begins = [i for i, event in enumerate(events) if event in STEPS]
         for low, high in zip(begins, [*begins[1:], len(events)], strict=True):
@@ -95,8 +95,8 @@ class Rehearsed:
         return found
 
     def batches_left_out(self) -> int:
-        """Return the bytes of the batches of those micro-batches that did not run: a step has all
-        of them from its start, and those of the step before.
+        """Return the bytes of the batches of micro-batches that did not run. A step holds all its
+        batches from its start, together with those of the previous step.
         """
         kept, reads = dict[int, int](), False
         for event in self.recorder.events[: self.first]:
@@ -116,7 +116,7 @@ class Rehearsed:
         return whole_step(events, schedule, self.grid.pp.rank, self.few)
 
     def kinds(self) -> dict[int, str]:
-        """Return what persists from step to step: the storage's number and its kind."""
+        """Return the kind of each storage that persists from step to step, by its number."""
         found: dict[int, str] = {}
         if self.run is None or self.failure is not None:
             return found
@@ -130,8 +130,8 @@ class Rehearsed:
 
 
 def few_of(config: Config) -> int:
-    """Return how many micro-batches run: all of them where the first ones differ (ramps of the
-    batch size), or where two run at once.
+    """Return the number of micro-batches to run: all of them if the batch size ramps up, or if two
+    micro-batches overlap; else a few.
     """
     p, counts = config.parallel, micro_batch_counts(config)
     unlike = p.overlap_moe_expert_parallel_comm or len(counts) > 1
@@ -139,7 +139,7 @@ def few_of(config: Config) -> int:
 
 
 def rehearsable(config: Config, steps: int, few: int) -> Config:
-    """Return the rehearsal's config: made-up data, nothing read or written, a few eager steps.
+    """Return the rehearsal's config: mock data, no files read or written, `steps` steps.
 
     few: micro-batches of a step.
     """
@@ -165,7 +165,7 @@ def rehearsable(config: Config, steps: int, few: int) -> Config:
 
 @torch.no_grad()
 def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: int) -> None:
-    # in place of draw_normal: one block of each part, as the numbers are not there in any case
+    # replaces draw_normal: draws only one block of each part, as fake tensors have no values
     param.zero_()
     for piece in placement_of(param).pieces(names):
         rows = max(1, (1 << 20) // max(1, torch.Size(piece.shape[1:]).numel()))
@@ -179,7 +179,7 @@ ON_HOST = Dispatcher.on_host
 def _assumed(
     self: Dispatcher, load: Tensor, total: int, capacity: Capacity | None
 ) -> list[list[int]]:
-    # in place of ON_HOST, which waits here too; what it reads is not there, as on meta tensors
+    # replaces ON_HOST: calls it for its wait, then on meta tensors, as fake ones have no values
     ON_HOST(self, load, total, capacity)
     return ON_HOST(self, torch.empty_like(load, device="meta"), total, capacity)
 
@@ -187,10 +187,11 @@ def _assumed(
 def heard_in(
     config: Config, script: ModuleType, rank: int
 ) -> Callable[[bytes, Axis], list[bytes] | None]:
-    """Return what a rank hears from the others of its pipeline where it says some bytes, None where
-    it hears nothing else: all of them are built on tensors without memory (forecast/recording.py).
+    """Return a function that maps the bytes of a rank to those of all ranks of its pipeline, or to
+    None where all ranks are taken to send the same.
 
-    To be called before anything of torch is replaced.
+    To find them, all ranks of the pipeline are built on tensors without memory
+    (forecast/recording.py). Call this before any function of torch is replaced.
     """
     if config.parallel.pipeline_model_parallel_size == 1:
         return lambda data, axis: None
@@ -203,9 +204,9 @@ def heard_in(
 
 
 def watch_functions(recorder: Recorder, patches: Patches) -> None:
-    """Let the recorder see each forward and backward of a torch.autograd.Function."""
+    """Notify the recorder of each forward and backward of a torch.autograd.Function."""
     for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
-        own = vars(owner)["apply"]  # of a class, in Python or, from torch 2.15 on, in C
+        own = vars(owner)["apply"]  # a method in Python or, since torch 2.15, in C
 
         def entered(self: Any, /, *args: Any, own: Any = own, name: str = name, **named: Any
         ) -> Any:  # fmt: skip
@@ -221,7 +222,7 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
 
 
 def watch_storages(recorder: Recorder, patches: Patches) -> None:
-    """Let the recorder see storages that lose their memory, or get it back."""
+    """Notify the recorder of storages that are resized: to 0 bytes, or back to their size."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -234,7 +235,7 @@ def watch_storages(recorder: Recorder, patches: Patches) -> None:
 
 
 def loader(config: Config, grid: Grid) -> Loader:
-    """Return a loader of made-up samples, whose last token of the vocabulary ends documents."""
+    """Return a loader of mock samples; the last token of the vocabulary ends documents."""
     data, vocabulary = config.data, config.model.vocab_size
     assert vocabulary is not None
     end = vocabulary - 1
@@ -263,8 +264,8 @@ def rehearse(
 ) -> Rehearsed:
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
-    real: on tensors that have memory, with the other ranks of a real world. progress: counts the
-    steps. tries: whether the calls that a run tries, and the chunks that it warms up, come first.
+    real: use tensors with memory, among the other ranks of a real world. progress: counts the
+    steps. tries: whether to make a run's trial calls and warm-up first.
     """
     progress = progress or Progress()
     progress.begin("building the model")
@@ -280,7 +281,7 @@ def rehearse(
 
     def begins(action: str) -> None:
         if action.startswith("iteration "):
-            gc.collect()  # no collection happens at another moment
+            gc.collect()  # the only garbage collections of the rehearsal
             if action == STEPS[0].words:
                 progress.begin("steps:", steps)
             else:
@@ -294,13 +295,13 @@ def rehearse(
     monitor = Actions(begins)
     watch_functions(recorder, patches)
     watch_storages(recorder, patches)
-    patches.replace(start, "GradientCheck", lambda grid, note: None)  # of values
+    patches.replace(start, "GradientCheck", lambda grid, note: None)  # it compares values
     if not tries:
         patches.replace(start, "warm_up", lambda *given: None)
     notes: list[str] = []
     run, failure = None, None
     gc.collect()
-    gc.disable()  # when it runs is chance; here it runs before each step
+    gc.disable()  # automatic collections come at random moments; here one precedes each step
     with contextlib.ExitStack() as modes:
         modes.callback(gc.enable)
         if real:
@@ -318,13 +319,13 @@ def rehearse(
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
                 if not tries:
-                    run.optimizer.loaded(1)  # its state is there, as after a step
+                    run.optimizer.loaded(1)  # its state exists, as after a first step
                 recorder.layers = ModuleTracker(run.model, run.engine.queue, run.sink)
                 with script.StopSignal() as stop:
                     script.work(run, loaders, {}, stop)
             except (UsageError, PlacementError, OSError):
                 raise
-            except Exception as error:  # of any kind: it would end the run on a GPU too
+            except Exception as error:  # of any kind: it would also end the run on a GPU
                 failure = failed(error, recorder.fork)
         recorder.paused = True
     events = recorder.events
@@ -338,7 +339,10 @@ def rehearse(
 
 
 def failed(error: BaseException, fork: str) -> Finding:
-    """Return the finding that an exception is: at the innermost line of the product."""
+    """Return an exception as a finding, placed at the innermost line of the product.
+
+    Lines of the modules that only carry calls (CARRIERS) are skipped if there are others.
+    """
     lines, named = lines_of(error, fork), traced(error, fork)[1]
     place = next((line for line in lines if not line.startswith(CARRIERS)), (*lines, "")[0])
     text = " ".join(str(error).split())

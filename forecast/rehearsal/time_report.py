@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell a timing: as JSON's types, as lines of text, and as a trace for Chrome and Perfetto."""
+"""Write a timing as JSON's types, as lines of text, and as a trace for Chrome and Perfetto."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ NAMES = {0: "compute"}  # of streams
 
 
 def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
-    """Return the keys of `time` in the rehearsal's report; all times in seconds.
+    """Return the contents of `time` in the rehearsal's report; all times in seconds.
 
-    other: with the file's other values. The range goes from the shorter step to the longer one.
+    other: the timing with the device file's other values. "range" has the shorter step first.
     """
     ends = sorted([timing, other or timing], key=lambda one: one.step_seconds)
     return {
@@ -30,7 +30,7 @@ def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
 
 
 def lines(timing: Timing, device: Device, other: Timing | None = None) -> list[str]:
-    """Return the timing as text, a line for each fact. other: with the file's other values."""
+    """Return the timing as lines of text. other: with the device file's other values."""
     step = timing.step_seconds
     out = [
         f"{1e3 * step:.1f} ms a step on {device.name}, MFU {100 * timing.mfu:.1f} %",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand in for Triton's launches and for memory that GPUs share: each launch is recorded, not run.
+"""Replace Triton's launches, which are recorded and not run, and memory shared by GPUs.
 
-A kernel declares what a launch costs (mpu/kernels/declared.py). Memory of other ranks is seen as
-views of this rank's own: it has no values, and takes no room here.
+A kernel declares the cost of a launch (mpu/kernels/declared.py). Memory of other ranks is
+represented by views of this rank's own: it has no values here, and takes no memory.
 """
 
 import importlib.util
@@ -20,11 +20,11 @@ from mpu.layers import fused_gpu, softmax_rows
 from mpu.layers.fused_gpu import DTYPES, on_triton
 from mpu.torch_private import TorchLacks, symmetric_memory
 
-FAR = 1 << 58  # between the addresses of two ranks' memory
+FAR = 1 << 58  # distance between the addresses of two ranks' memory
 
 
 class Shared:
-    """What torch's rendezvous returns."""
+    """Replaces the result of symmetric memory's rendezvous."""
 
     def __init__(self, own: Tensor, rank: int, size: int) -> None:
         self.own = own
@@ -35,7 +35,7 @@ class Shared:
     def get_buffer(
         self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, offset: int = 0
     ) -> Tensor:
-        """Return a rank's memory."""
+        """Return a rank's memory as a tensor."""
         flat = self.own[offset : offset + torch.Size(sizes).numel() * dtype.itemsize]
         view = flat.view(dtype).view(sizes)
         view.weft_address = self.buffer_ptrs[rank] + offset  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ class Shared:
 
 
 def install(recorder: Recorder, rank: int) -> None:
-    """Replace them, for the whole process, where Triton is installed."""
+    """Replace both, for the whole process; Triton's launches only if it is installed."""
 
     def rendezvous(own: Tensor, group: Any) -> Shared:
         return Shared(own, group.ranks.index(rank), len(group.ranks))
@@ -57,7 +57,7 @@ def install(recorder: Recorder, rank: int) -> None:
 
     def asked(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
         taken = on_triton(*tensors, accumulate=accumulate)
-        kinds = {x.dtype for x in tensors}  # of several dtypes: the model multiplies in a wider one
+        kinds = {x.dtype for x in tensors}  # if several: the model mixes dtypes on purpose
         alike = len(kinds) == 1 and kinds <= {*DTYPES}
         if not taken and alike and tensors[0].is_cuda and not recorder.paused:
             given = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in tensors)
@@ -85,7 +85,7 @@ def install(recorder: Recorder, rank: int) -> None:
                 born, lines = recorder.birthplace(x), recorder.lines()
                 what = f"{name} is given {key} in host memory"
                 recorder.found.append(Finding("device", where.place, what, born, (born, *lines)))
-        # products are timed by the dtype of their operands, which come first
+        # matmuls are timed by the dtype of their operands, which come first
         first = (written if written and not cost.flops else list(tensors.values()))[0]
         uses = recorder.uses(read, written, where, recorder.stream)
         recorder.chain()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See every operation of torch, and tell a Recorder what it launches, reads and writes."""
+"""Intercept every operation of torch, and record what it launches, reads and writes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,14 +24,14 @@ from mpu.torch_private import (
     schema,
 )
 
-NO_KERNEL = {  # they make or change tensors, and launch nothing
+NO_KERNEL = {  # operations that launch no kernel
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_",
     "detach", "detach_", "alias", "lift_fresh", "requires_grad_", "record_stream", "is_pinned",
     "_reshape_alias", "_unsafe_view", "is_same_size",
     "_has_compatible_shallow_copy_type",
 }  # fmt: skip
-RUN_BACKWARD = ("", "mpu/pipeline/engine.py", "mpu/recompute.py")  # where a step calls autograd
-OVERWRITE = ("copy_", "zero_", "fill_")  # in place, whatever was there before
+RUN_BACKWARD = ("", "mpu/pipeline/engine.py", "mpu/recompute.py")  # files that run autograd
+OVERWRITE = ("copy_", "zero_", "fill_")  # in-place operations that do not read their target
 OF_ROWS = ("embedding", "index_select", "index_add_", "index_put_", "gather")
 COPIES = ("_to_copy", "copy_", "clone")
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
@@ -40,7 +40,7 @@ UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.def
 
 
 class Watch(DispatchMode):
-    """See every operation of torch. `fake`: values are not there, so reads on the host give 0."""
+    """Records every operation of torch. fake: tensors have no values; host reads return 0."""
 
     def __init__(self, recorder: Recorder, fake: bool) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Watch(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and record it."""
-        if func is ASKS_DEVICE:  # three of five calls; a fake tensor answers without a dispatch
+        if func is ASKS_DEVICE:  # three of five calls; a fake tensor has it without a dispatch
             return args[0].device
         kwargs, recorder = kwargs or {}, self.recorder
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if self.fake and func is torch.ops.aten._unsafe_view.default:
-            func = torch.ops.aten.view.default  # the same below autograd, and cached
+            func = torch.ops.aten.view.default  # equal below autograd, and cached
         name = name_of(func)
         if name == READS_A_NUMBER:
             return self._read(args[0]) if self.fake else func(*args, **kwargs)
@@ -79,7 +79,7 @@ class Watch(DispatchMode):
         before = [id(t.untyped_storage()) for t in inputs]
         if self.fake and name == "aten::_fused_adamw_":
             scalars_are_single(kwargs)
-        try:  # torch before 2.13 has no rule for the shape of a sum in another dtype
+        try:  # torch before 2.13 has no shape rule for this addmm with another dtype
             adds = self.fake and func is torch.ops.aten.addmm.dtype_out
             out = kwargs["out"] if adds else func(*args, **kwargs)
         except Exception as error:
@@ -92,7 +92,7 @@ class Watch(DispatchMode):
             return out
         outputs = tensors_of((out,))
         if func is torch.ops.aten.lift_fresh.default and recorder.device == "cpu":
-            # made from numbers; a fake one is another storage
+            # made from Python numbers; with fake tensors it has a new storage
             recorder.numbers(outputs, recorder.where())
             return out
         if func.is_view and all(id(t.untyped_storage()) in before for t in outputs):
@@ -107,7 +107,7 @@ class Watch(DispatchMode):
                     storage._weft_born = recorder.place()  # type: ignore[attr-defined]
             return out
         where = recorder.where()
-        if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
+        if where.part == "glue" and "attention" in name:  # called by autograd's engine, not a line
             where = where._replace(part="attention")
         short = name.rpartition("::")[2]
         if short == "_to_copy":
@@ -155,7 +155,7 @@ class Watch(DispatchMode):
         return out
 
     def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """Return the arguments that an operation writes."""
+        """Return the argument tensors that an operation writes."""
         changed: list[Tensor] = []
         for i, argument in enumerate(schema(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -197,7 +197,7 @@ class Watch(DispatchMode):
             recorder.events.append(HostWait(-1, recorder.stream, how, where, made))
 
     def _read(self, tensor: Tensor) -> Any:
-        """Note that the host reads a number, and give it one."""
+        """Record that the host reads a number; return zero of its type."""
         self.recorder.host_use([tensor], [])
         if tensor.device.type == self.recorder.device and tensor.device.type != "cpu":
             self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item", of=tensor)
@@ -206,13 +206,13 @@ class Watch(DispatchMode):
 
 
 def results_of(func: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments for an operation's results alone, which it does not read."""
+    """Return the `out` arguments of an operation, which it does not read."""
     names = [a.name for a in schema(func).arguments if a.is_out]
     return tensors_of([kwargs.get(name) for name in names])
 
 
 def scalars_are_single(given: dict[str, Any]) -> None:
-    """Raise what the fused AdamW of torch raises, and its fake does not, for a scalar's dtype."""
+    """Raise RuntimeError for scalars that torch's fused AdamW refuses; its fake kernel does not."""
     for name in ("grad_scale", "found_inf"):
         x = given.get(name)
         if x is not None and x.dtype != torch.float32:
@@ -220,9 +220,9 @@ def scalars_are_single(given: dict[str, Any]) -> None:
 
 
 def cast_by_autograd(place: str) -> list[Finding]:
-    """Return the finding that the current cast is, if autograd makes it for a Function's result.
+    """Return a finding if the current cast is by autograd, on the result of a Function's backward.
 
-    Autograd casts a gradient to its input's dtype where a backward returned another.
+    Autograd casts a gradient if the backward returns another dtype than the input's.
     """
     node = running_node()()
     called = place.partition(":")[0] in RUN_BACKWARD
@@ -237,9 +237,9 @@ def cast_by_autograd(place: str) -> list[Finding]:
 
 
 def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
-    """Return the result of an indexing with the strides that it has on a device.
+    """Return the result of an indexing with the strides that it has on a real device.
 
-    torch's fake tensors have others: they do not follow those of transposed indices.
+    The strides of torch's fake tensors differ: they ignore the strides of transposed indices.
     """
     if out.dim() < 2 or any(i is not None and i.dtype != torch.long for i in places):
         return out
@@ -254,15 +254,15 @@ def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
+    """Return the FLOPs of an operation's matmuls by torch's counter, half for causal attention."""
     short = name_of(func).rpartition("::")[2]
-    if short == "_scaled_mm_v2":  # torch's table has the first alone
+    if short == "_scaled_mm_v2":  # torch's table has only _scaled_mm
         return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-    if short == "_grouped_mm":  # [n, k] x [e, k, m], each row by one of the e
+    if short == "_grouped_mm":  # [n, k] x [e, k, m], each row by one of the e matrices
         return 2.0 * args[0].shape[0] * args[1].shape[-2] * args[1].shape[-1]
-    packet, same = func.overloadpacket, short.rstrip("_")  # an operation in place has no formula
+    packet, same = func.overloadpacket, short.rstrip("_")  # in-place operations have no formula
     if short in FLASH and args[0].dim() == 4:
-        # whole rows [b, s, n, d], which torch's formula takes since 2.14: by that of [b, n, s, d]
+        # [b, s, n, d], which torch's formula takes only since 2.14: use the one of [b, n, s, d]
         args = [rows_last(a) for a in args]
         kwargs = {name: rows_last(a) for name, a in kwargs.items()}
         packet, same = None, "_scaled_dot_product" + short.removesuffix("_forward")
@@ -271,7 +271,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return 0.0
     if "attention" in short:
         args = as_many_heads(args)
-    operands = [a for a in args if not isinstance(a, torch.dtype)]  # which it takes for a shape
+    operands = [a for a in args if not isinstance(a, torch.dtype)]  # it takes a dtype for a shape
     flops = float(count(*operands, **kwargs, out_val=out))
     if "attention" in short and _causal(func, args, kwargs):
         flops /= 2
@@ -284,9 +284,9 @@ def rows_last(x: Any) -> Any:
 
 
 def as_many_heads(args: Any) -> list[Any]:
-    """Return attention's arguments, [b, n, s, d] or rows [s, n, d], each with the n of the queries.
+    """Return attention's arguments, [b, n, s, d] or rows [s, n, d], with n of the queries in each.
 
-    Before torch 2.13 its formulas do not know keys and values that queries share.
+    Before torch 2.13 its formulas do not support grouped-query attention.
     """
     most = max((a.shape[1] for a in args if isinstance(a, Tensor) and a.dim() > 2), default=0)
 
@@ -312,10 +312,10 @@ def name_of(func: Any) -> str:
 
 
 def moved(op: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """Return the bytes that a kernel reads and writes, each tensor once each way.
+    """Return the bytes that a kernel reads and writes; each tensor counts once in each direction.
 
-    What OVERWRITE writes it does not read. Of the table that is the first tensor of OF_ROWS only
-    rows move, as many bytes as its largest other tensor has.
+    OVERWRITE operations do not read their target. OF_ROWS operations move only some rows of the
+    table, their first tensor: at most as many bytes as their largest other tensor has.
     """
 
     def sizes(tensors: Sequence[Tensor]) -> dict[tuple[int, int], int]:

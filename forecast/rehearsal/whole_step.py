@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of all micro-batches, from the record of a step of few.
+"""Build the events of a step of all micro-batches from the record of a step of few.
 
-A rehearsal runs as few micro-batches as have each kind of moment that a step of all of them has
-(forecast.recording.few_micro_batches); the memory is theirs. Launches, transfers and time are those
-of all: the schedule of all micro-batches is followed, and each of its actions does what the record
-has for it.
+A rehearsal runs the least number of micro-batches that has each kind of moment of the whole step
+(forecast.recording.few_micro_batches); memory is reported for these. Launches, transfers and time
+are reported for all micro-batches: this module follows the schedule of all of them and inserts the
+recorded events of each action.
 
     micro-batch of all     0 ... m-1     m ... m + more     m + more + 1 ... last
     micro-batch recorded   0 ... m-1           m                 m + 1 ... last
 
-m is one in the middle, `more` how many are not recorded. A wait for what another micro-batch has
-begun is for what the micro-batch as far away begins at the same place of its action. An action
-posts the receive of a later one; in an interleaved pipeline repeated ones post it from m's peer.
+m is in the middle; `more` is the number of micro-batches that are not recorded. If a recorded wait
+is for an event of the micro-batch k places away, the wait here is for the corresponding event k
+places away. An action posts the receive of a later one; in an interleaved pipeline a repeated
+action posts it from the same peer as m's.
 """
 
 import re
@@ -25,11 +26,11 @@ from mpu.pipeline.schedules import Schedule
 
 MESSAGE = re.compile(r"^([FB] of stage \d+, )(\d+):")  # a label, with its micro-batch
 Key = tuple[str, int, int]  # F, B or W, chunk, micro-batch
-Id = tuple[str, int]  # "transfer", "batch" or "event", and a number
+Id = tuple[str, int]  # "transfer", "batch" or "event", and its number
 
 
 class Place(NamedTuple):
-    """Where something begins: as the k-th of its sort in an action of a recorded micro-batch."""
+    """The k-th transfer, batch or event (`sort`) in an action of a recorded micro-batch."""
 
     sort: str
     kind: str
@@ -41,7 +42,7 @@ class Place(NamedTuple):
 def whole_step(events: Sequence[Event], schedule: Schedule, rank: int, few: int) -> list[Event]:
     """Return the events of a step of all micro-batches, in the order of their schedule.
 
-    events: of a step of `few` micro-batches, on a rank of the pipeline.
+    events: recorded events of a step of `few` micro-batches. rank: of the pipeline.
     """
     count = 1 + max(action.micro_batch for action in schedule.ranks[rank])
     if count == few:
@@ -59,12 +60,12 @@ def whole_step(events: Sequence[Event], schedule: Schedule, rank: int, few: int)
 
 
 def cut(events: Sequence[Event]) -> tuple[list[Event], dict[Key, list[Event]], list[Event]]:
-    """Return what comes before a step's actions, what each does, and what comes after them."""
+    """Return the events before a step's F, B and W, those of each of them, and those after."""
     head, parts, tail = list[Event](), defaultdict[Key, list[Event]](list), list[Event]()
     now = head
     for event in events:
         if type(event) is Action:
-            if named := ACTION.search(event.words):  # or it waits for that action's input
+            if named := ACTION.search(event.words):  # also "waiting for" that action's input
                 now = parts[named[1][0], int(named[2]), int(named[3])]
             elif parts:
                 now = tail
@@ -73,15 +74,16 @@ def cut(events: Sequence[Event]) -> tuple[list[Event], dict[Key, list[Event]], l
 
 
 def begins(event: Event) -> list[Id]:
-    """Return what begins with an event."""
+    """Return the numbers that an event introduces."""
     if type(event) is Transfer:
         return [("transfer", event.id), ("batch", event.batch)]
     return [("event", event.event)] if type(event) is Record else []
 
 
 class Names:
-    """Numbers for what begins in each micro-batch: those of the record, and new ones from the
-    repeated one on.
+    """Numbers of the transfers, batches and events in each micro-batch.
+
+    They are the record's up to the middle micro-batch, and new ones in its repetitions.
     """
 
     def __init__(self, parts: Mapping[Key, Sequence[Event]], middle: int, more: int) -> None:
@@ -96,14 +98,14 @@ class Names:
                 counts[sort] += 1
         self.new: dict[tuple[Id, int], int] = {}
         self.next = 1 + max((number for _, number in self.place), default=0)
-        self.turns: dict[int, int] = {}  # of the next transfer on each communicator's stream
+        self.turns: dict[int, int] = {}  # communicator's stream -> number of its next transfer
 
     def recorded(self, i: int) -> int:
-        """Return which recorded micro-batch stands for one of all."""
+        """Return the recorded micro-batch that represents micro-batch i of all."""
         return i if i <= self.middle else max(self.middle, i - self.more)
 
     def number(self, sort: str, number: int, away: int) -> int:
-        """Return the number of what the record has under this one, so many micro-batches later."""
+        """Return the number that replaces a recorded one, `away` micro-batches later."""
         place = self.place.get((sort, number))
         if number < 0 or place is None or not away:
             return number
@@ -117,7 +119,7 @@ class Names:
         return self.new[key]
 
     def named(self, event: Any, away: int) -> Event:
-        """Return an event of the record, so many micro-batches later."""
+        """Return a recorded event with the numbers that it has `away` micro-batches later."""
         if type(event) is Transfer:
             turn = self.turns.setdefault(event.stream, event.number)
             self.turns[event.stream] = turn + 1

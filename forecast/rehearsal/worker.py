@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time steps of ranks with few layers and few micro-batches, for a program that adds them up.
+"""Time steps of ranks with few layers and few micro-batches, for a program that extrapolates them.
 
     python -m forecast.rehearsal.worker
 
-reads lists of jobs, JSON on a line, and writes an answer to each job on a line, in order. A job is
-{"argv", "world", "node", "levels"}: flags of pretrain_llama.py, how many ranks, how many of them a
-node has, and the levels of links as forecast.device_file.Level has them. An answer is {"points":
+reads lines, each a JSON list of jobs, and writes one line of JSON for each job, in order. A job is
+{"argv", "world", "node", "levels"}: flags of pretrain_llama.py, number of ranks, number of ranks on
+a node, and levels of links as in forecast.device_file.Level. An answer is {"points":
 [[micro-batches, numbers], ...]}, with the numbers of forecast/rehearsal/few_layers.py, or {"error":
-text}. Each job runs in a process that is forked from this one, since a rehearsal replaces functions
-of torch; AT_ONCE run at a time.
+text}. Each job runs in a process forked from this one, since a rehearsal replaces functions of
+torch. AT_ONCE jobs run at a time.
 """
 
 import gc
@@ -28,7 +28,7 @@ ONE = Lock()
 
 
 def points(job: dict[str, Any], config: Any) -> list[tuple[int, dict[str, float]]]:
-    """Return the numbers of a job's step at two counts of micro-batches, or at its own."""
+    """Return the numbers of a job's step for few and for all micro-batches, if these differ."""
     import pretrain_llama
     from forecast.device_file import Level
     from forecast.fit import gpu_of
@@ -44,11 +44,11 @@ def points(job: dict[str, Any], config: Any) -> list[tuple[int, dict[str, float]
 
 
 def answer(job: dict[str, Any]) -> str:
-    """Return the answer to a job, from a process of its own."""
+    """Run a job in a process of its own and return its answer."""
     import pretrain_llama
     from forecast.rehearsal import main as rehearsal
 
-    with ONE:  # no thread reads while another forks, and what one has read the next ones know
+    with ONE:  # no thread reads flags while another forks; later jobs share what is cached here
         try:
             config = rehearsal.read(pretrain_llama, job["argv"], job["world"])
         except Exception as error:
@@ -67,7 +67,7 @@ def answer(job: dict[str, Any]) -> str:
                 out.write(text)
             code = 0
         finally:
-            os._exit(code)  # threads of the trainer may still wait
+            os._exit(code)  # at once, as threads of the trainer may still be waiting
     os.close(write)
     with os.fdopen(read) as received:
         text = received.read()
@@ -76,12 +76,12 @@ def answer(job: dict[str, Any]) -> str:
 
 
 def failed(error: Exception) -> str:
-    """Return the answer to a job that raises an error."""
+    """Return the answer for a job that raised an error."""
     return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
 def main() -> None:
-    """Answer jobs until there are no more."""
+    """Answer jobs until the input ends."""
     guard.load()
     import torch
 
@@ -93,8 +93,8 @@ def main() -> None:
     from forecast.rehearsal.fakes import fake_tensor_mode
 
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    fake_tensor_mode()  # whose first one imports much
-    gc.freeze()  # what is there is not garbage
+    fake_tensor_mode()  # the first call imports many modules
+    gc.freeze()  # objects made so far are no garbage; forked processes do not scan them
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in sys.stdin:
             for text in pool.map(answer, json.loads(line)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that operators take for themselves: counted from torch's source.
+"""Workspaces of operators, computed as in torch's source.
 
-It comes from torch's allocator, so torch.cuda.max_memory_allocated has it. What is known to exist
-and not how large it is, or lies outside of that allocator, is named instead: `not_counted`.
+They come from torch's allocator, so torch.cuda.max_memory_allocated includes them. Memory of
+unknown size, or outside of that allocator, is only named: `not_counted`.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from forecast.rehearsal.events import Event, Launch, Transfer
 from forecast.rehearsal.roofline import MATMULS, short_name
 
 OF_OPERATORS, OF_MATMULS = "workspaces of operators", "workspaces of cuBLAS"
-# bytes for each handle and stream: pytorch aten/src/ATen/cuda/CublasHandlePool.cpp,
-# parseChosenWorkspaceSize, by the major compute capability; other devices have OTHER
+# bytes for each handle and stream, by major compute capability; other devices have OTHER: pytorch
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize
 CUBLAS, OTHER = dict.fromkeys((9, 10), CUBLAS_WORKSPACE), 4096 * 1024 * 2 + 16 * 1024 * 8
 FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
-ROWS, CHANNELS = 128, 32  # to which flash's backward rounds up the queries and the head
-AHEAD = ("forward", "")  # phases in the host's own thread; autograd's has another handle
+ROWS, CHANNELS = 128, 32  # flash's backward rounds queries and head size up to multiples of these
+AHEAD = ("forward", "")  # phases of the main thread; autograd's thread has its own handle
 
 
 def of_launch(launch: Launch) -> int:
-    """Return the bytes that a launch takes besides its tensors, and frees at once.
+    """Return the bytes of a launch's workspace, which it frees at its end.
 
-    The backward of FlashAttention 2: dq in fp32, a number a row, and dk and dv of every query head
-    where heads share keys (pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-    mha_bwd and mha_varlen_bwd).
+    The backward of FlashAttention 2 has dq in fp32, one fp32 number per row, and, if heads share
+    keys, dk and dv of every query head (pytorch
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd and mha_varlen_bwd).
     """
     if short_name(launch) not in FLASH_BACKWARD:
         return 0
@@ -43,7 +43,7 @@ def of_launch(launch: Launch) -> int:
 def of_matmuls(events: Sequence[Event], major: int) -> int:
     """Return the bytes of cuBLAS's workspaces: torch keeps one for each handle and stream.
 
-    major: of the compute capability. A host thread has a handle; autograd's is another one.
+    major: of the compute capability. The main thread and autograd's have a handle each.
     """
     pairs = {
         (event.where.phase in AHEAD, event.stream)
@@ -54,7 +54,7 @@ def of_matmuls(events: Sequence[Event], major: int) -> int:
 
 
 def not_counted(events: Sequence[Event]) -> list[str]:
-    """Return what a rank's peak does not have, in words."""
+    """Return descriptions of the memory that a rank's peak does not include."""
     names = {event.communicator for event in events if type(event) is Transfer}
     found = ["CUDA's context and the code of kernels (more with CUDA_MODULE_LOADING=EAGER)"]
     if names:

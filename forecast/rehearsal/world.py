@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse every rank of a small world, each in a process of its own, and match them."""
+"""Rehearse every rank of a small world, each in its own process, and match their transfers."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ AT_ONCE = 2
 
 
 class RankReport(NamedTuple):
-    """What a rank's process tells: its events that others must meet, and its report."""
+    """The result of a rank's process: the events to match with other ranks', and its report."""
 
     events: list[Any]
     failed: bool
@@ -32,9 +32,9 @@ class RankReport(NamedTuple):
 
 
 class Exchange:
-    """Bytes that the ranks tell each other while they start (gather_bytes), through files.
+    """Exchanges the bytes that ranks gather at start-up (gather_bytes), through files.
 
-    turns: how many ranks may run at a time; one that waits for the others lets another run.
+    turns: a semaphore that limits how many ranks run at a time; a rank that waits releases it.
     """
 
     def __init__(self, folder: Path, rank: int, turns: Any) -> None:
@@ -42,13 +42,13 @@ class Exchange:
         self._rounds: Counter[tuple[int, ...]] = Counter()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that others see as a whole or not at all."""
+        """Write a file atomically."""
         unfinished = self.folder / f"{name}.part"
         unfinished.write_bytes(data)
         os.replace(unfinished, self.folder / name)
 
     def gather(self, data: bytes, axis: Axis) -> list[bytes]:
-        """Return the bytes of each rank of an axis; this one's, where another has failed."""
+        """Return the bytes of each rank of an axis; this rank's for all if another has ended."""
         self._rounds[axis.ranks] += 1
         name = f"{axis.ranks} {self._rounds[axis.ranks]} of ".replace(" ", "_")
         self.write(f"{name}{self.rank}", data)
@@ -69,9 +69,9 @@ def all_ranks(
     config: Config,
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
-    """Return the report of the requested rank, with what was found on and between all.
+    """Return the report of the requested rank, with the findings on and between all ranks.
 
-    run, describe: rehearse a rank and report it, in a process that is forked from this one.
+    run, describe: rehearse a rank and report on it; called in a process forked from this one.
     progress: counts the ranks.
     """
     world, context = config.parallel.world_size, multiprocessing.get_context("fork")
@@ -97,7 +97,7 @@ def all_ranks(
             exchange.write(f"ended_{rank}", b"")
             turns.release()
             connection.send(result)
-            os._exit(0)  # threads of the trainer may still wait
+            os._exit(0)  # at once, as threads of the trainer may still be waiting
 
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
@@ -123,13 +123,13 @@ def all_ranks(
 
 
 def together(every: list[RankReport], rank: int) -> tuple[dict[str, Any], str]:
-    """Return a rank's report with the findings of all ranks, and of what they send each other."""
+    """Return a rank's report with the findings of all ranks and of their transfers."""
     made, text = every[rank].made, every[rank].text
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for one in every:
         for finding in one.made["findings"]:
             found.setdefault((finding["kind"], finding["place"], finding["also"]), finding)
-    if not any(one.failed for one in every):  # else the peers of what failed would seem stuck
+    if not any(one.failed for one in every):  # peers of a failed rank would seem to deadlock
         for between in match([one.events for one in every], [one.chains for one in every]):
             found.setdefault((between.kind, between.place, between.also), between._asdict())
     return {**made, "findings": list(found.values())}, text
