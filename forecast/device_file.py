@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a device file: what a GPU and its links can do, each number with its unit and its source.
+"""Read a device file: the properties of a GPU and its links, each with its unit and its source.
 
 A file is JSON, {"name": ..., "numbers": {key: {"value", "unit", "source"}}, "levels": [level]}, a
 level {"name", "ranks", "bandwidth", "step_seconds", "tree_seconds"} whose last three are numbers in
 the same form. NUMBERS and LEVEL list every key with its unit, and no other is allowed.
 
-A GPU without a file is a row of training/run/gpus.py, or a small file with such a row as an object,
-{"name", "like", "memory", ...} in the units of the rows: it has the data sheet's peaks, and the
-shares of them that the file `like` has.
+A GPU without such a file is a row of training/run/gpus.py, or a small file with such a row as an
+object, {"name", "like", "memory", ...} in the units of the rows: it has the peaks of its data
+sheet, and reaches the same shares of them as the device of the file `like`.
 
-A number may have an "other", {"value", "source"}: the value from another source. All of these
-together are the device's other end. A prediction is a range from one end to the other. A file that
-was measured on the card itself has none.
+A number may have an "other", {"value", "source"}: its value from another source. A prediction is a
+range, from the device with all the values to the device with the "other" ones. A file measured on
+the card itself has no "other".
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,9 +43,9 @@ NUMBERS = {
     "memory_share": "share of bandwidth",
     **{f"attention.{kernel}": "share of peak" for kernel in ATTENTION},
     "kernel_seconds": "s",
-    # of the host: a call of aten that launches a kernel; an autograd function, forward or backward,
-    # besides the launches in it; a launch of Triton, and more for each of its arguments; a message,
-    # or several that start as a batch; a collective
+    # seconds of the host for: an aten call that launches a kernel; an autograd function, forward or
+    # backward, without its launches; a Triton launch, plus a part for each argument; a message, or
+    # a batch of them; a collective
     "launch_seconds": "s",
     "function_seconds": "s",
     "triton_seconds": "s",
@@ -65,15 +65,15 @@ LEVEL = {"bandwidth": "B/s", "step_seconds": "s", "tree_seconds": "s"}
 
 
 class DeviceFileError(ValueError):
-    """A device file that cannot be used: the text names the file, the key and the rule."""
+    """A device file cannot be used. The message names the file, the key and the rule."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of links, inner ones first: a block of `ranks` GPUs (0: all of them) is joined by it.
+    """A level of links that joins blocks of `ranks` GPUs (0: all GPUs).
 
-    bandwidth: bytes a second of one GPU in one direction. step_seconds: of a step of a ring across
-    it, and tree_seconds of a tree, by PROTOCOLS.
+    bandwidth: bytes per second of one GPU in one direction. step_seconds, tree_seconds: latency of
+    a step of a ring and of a tree across this level, one for each of PROTOCOLS.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1.
+    """A GPU and its links. numbers: by the keys and in the units of NUMBERS. levels: inner first.
 
-    other: those of its numbers for which another source has another value; {}: the device is
-    measured. capability: its compute capability: Ampere 8.0, Hopper 9.0, Blackwell 10.0, a CPU 0.0.
+    other: the numbers that have another value in another source; {} if the device was measured.
+    capability: compute capability: Ampere 8.0, Hopper 9.0, Blackwell 10.0, a CPU 0.0.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Device:
 
     @property
     def blocks(self) -> list[int]:
-        """Return the ranks that each level joins, inner levels first; 0: all."""
+        """Return the number of ranks that each level joins, inner levels first; 0: all."""
         return [level.ranks for level in self.levels]
 
     @property
@@ -126,7 +126,7 @@ class Device:
         return replace(self, numbers={**self.numbers, **numbers})
 
     def ends(self) -> tuple["Device", ...]:
-        """Return the device as its file's values say, and as its "other" ones do, if it has any."""
+        """Return the device with its file's values and, if there are any, with the "other" ones."""
         return (self, self.changed(**self.other)) if self.other else (self,)
 
 
@@ -179,7 +179,7 @@ def read_device(name: str) -> Device:
 
 
 def of_gpu(gpu: Gpu) -> Device:
-    """Return the device of a data sheet's numbers, and of its like's shares of them."""
+    """Return the device with a data sheet's peaks and the efficiencies of the device `gpu.like`."""
     base = read_device(gpu.like)
     inner, *outer = base.levels
     wire = "nvlink" if gpu.link > 64e9 else "pcie"

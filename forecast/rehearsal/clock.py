@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time one rank's record on a device: the host issues in order, streams run side by side.
+"""Time one rank's record on a device: the host issues work in order, streams run concurrently.
 
-    Launch     begins when issued and when its stream is free
-    Call       costs the host alone, as launches and transfers do (roofline.py, host_seconds)
-    Transfer   begins when issued, when its communicator's stream is free and when the stream that
-               called it has reached that point; transfers of one batch begin together. A receive
-               ends as it begins: pipeline_clock.py knows better
-    Record     marks how far a stream is; Wait makes a stream wait, HostWait the host
+    Launch     begins once it is issued and its stream is free
+    Call       takes host time only; launches and transfers take some, too (host_seconds in
+               roofline.py)
+    Transfer   begins once it is issued, its communicator's stream is free and the calling stream
+               has reached this point; transfers of one batch begin together. A receive takes no
+               time here: pipeline_clock.py adds its wait
+    Record     marks how far a stream is; Wait blocks a stream, HostWait the host
 
-A transfer needs SMs. On a stream of high priority it gets them at once. On another it queues behind
-the kernel that computes when it could begin, or that can begin at that very time, as the
-transfer's stream still waits for its event then. It begins in that kernel's tail, in which SMs are
-free. A matmul during a collective has the SMs that the collective leaves. What a stream waits for
-while nothing else keeps it, the host included, is exposed: it counts for the axis that it waits
-for, or for the link between device and host.
+A transfer needs SMs. On a high-priority stream it gets them at once. On any other stream it queues
+behind the kernel that runs when the transfer is ready, or that becomes ready at the same time,
+since the transfer's stream has to wait for an event first. It begins in that kernel's tail, when
+SMs are free. A matmul that overlaps a collective has the SMs that the collective leaves. Time that
+the computing stream waits and that neither kernels nor the host account for is exposed; it is
+attributed to the axis it waits for, or to the link between device and host.
 
-Streams are not played by mpu/pipeline/play.py, as stages and cores are. There each event names
-those that it comes after. Here which kernel a transfer comes behind depends on when the transfer
-could begin, so on times that are known only when all before it has been played; one pass in the
-order in which the host issues has them.
+Streams do not use mpu/pipeline/play.py, as stages and cores do. There each event names its
+predecessors. Here the kernel behind which a transfer queues depends on when the transfer is ready,
+which is known only after all earlier events. A single pass in the host's order knows these times.
 """
 
 import re
@@ -51,12 +51,12 @@ from forecast.rehearsal.roofline import (
     short_name,
 )
 
-HOST_LINK = "host link"  # between device and host, each way as fast as the other
+HOST_LINK = "host link"  # between device and host, equally fast in both directions
 ITERATION = re.compile(r"of iteration (\d+)")
 
 
 class Span(NamedTuple):
-    """Something on a stream, for a trace: seconds since the record's begin."""
+    """A kernel or transfer on a stream, for a trace; seconds since the record's begin."""
 
     stream: int
     name: str
@@ -66,9 +66,10 @@ class Span(NamedTuple):
 
 
 class ActionSpan(NamedTuple):
-    """What the computing stream did under one Action: seconds, and its place in Timing.spans.
+    """The time of one Action on the computing stream, in seconds.
 
-    in_layers: of these seconds, those from the first kernel of the model's layers to their last.
+    first_span: index of its first span in Timing.spans. in_layers: the seconds of it in layers of
+    the model, gaps between consecutive kernels of layers included.
     """
 
     words: str
@@ -79,7 +80,7 @@ class ActionSpan(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """A kernel on the computing stream, from begin to end; in its tail SMs are free."""
+    """A kernel on the computing stream. tail: seconds at its end in which SMs are free."""
 
     begin: float
     end: float
@@ -88,16 +89,16 @@ class Busy(NamedTuple):
 
 @dataclass
 class Timing:
-    """How long a rank's step takes and why.
+    """The duration of a rank's step and its parts.
 
-    Its computing stream is busy, waits for communication or waits for the host: the step is the sum
-    of busy_seconds, exposed_seconds and host_seconds.
+    The computing stream is busy, waits for communication or waits for the host: step_seconds is the
+    sum of busy_seconds, exposed_seconds and host_seconds.
 
-    step_seconds: of the last iteration recorded. mfu: share of the device's dense peak of the
-    matmuls' dtype that the model's FLOPs reach. busy_seconds: of kernels on the computing stream,
-    by KINDS. exposed_seconds: by axis, communication that nothing hides. bounds: what each resource
-    alone would need; bound_seconds is the largest and bound_by its name. host_seconds: the
-    computing stream idle because the host issues too slowly.
+    step_seconds: of the last recorded iteration. mfu: the model's FLOP/s as a share of the device's
+    dense peak in the run's dtype. busy_seconds: of kernels on the computing stream, by KINDS.
+    exposed_seconds: of communication that is not hidden, by axis. bounds: the seconds that each
+    resource alone would need; bound_seconds is the largest and bound_by its name. host_seconds: the
+    computing stream is idle because the host issues too slowly.
     """
 
     step_seconds: float
@@ -123,34 +124,34 @@ class Timing:
 
 
 class Clock:
-    """The state of the host, the streams and the communicators; `run` takes events, one by one."""
+    """The state of the host, the streams and the communicators; `run` plays events, in order."""
 
     def __init__(self, device: Device, rank: int = 0, trace: bool = True) -> None:
         self.device, self.rank, self.trace = device, rank, trace
         self.host = 0.0
-        self.free: dict[int, float] = defaultdict(float)  # when each stream has done all it has
-        self.waits_for: dict[int, str] = defaultdict(str)  # the axis that moved `free` last
+        self.free: dict[int, float] = defaultdict(float)  # when each stream's queued work ends
+        self.waits_for: dict[int, str] = defaultdict(str)  # the axis that moved `free` last, or ""
         self.host_waits_for = ""
-        self.ready: dict[int, float] = {}  # `free` before its waits, of a stream that waits
+        self.ready: dict[int, float] = {}  # `free` of a stream before its pending waits
         self.host_ready = 0.0
         self.marks: dict[int, tuple[float, str]] = {}
         self.ends: dict[int, tuple[float, str]] = {}
         self.batches: dict[int, float] = {}
-        self.batch = -1  # the one that the host has begun last
-        self.kernels: deque[Busy] = deque()  # those that end after the host's time
-        # transfers that wait for SMs, by stream: each with the time at which it could begin
+        self.batch = -1  # the batch that the host issued last
+        self.kernels: deque[Busy] = deque()  # kernels that end after the host's time
+        # transfers that wait for SMs, by stream: each with the time at which it is ready
         self.queued: dict[int, deque[tuple[float, Transfer]]] = defaultdict(deque)
-        self.streams: dict[int, int] = {}  # of each of these transfers
-        self.busy: list[tuple[float, float]] = []  # begin and end of collectives, the last ones
+        self.streams: dict[int, int] = {}  # queued transfer -> its stream
+        self.busy: list[tuple[float, float]] = []  # begin and end of recent collectives
         self.timing = Timing(0.0)
         self.exposed: dict[str, float] = defaultdict(float)
         self.bounds: dict[str, float] = defaultdict(float)
         self.kinds: dict[str, float] = defaultdict(float)  # Timing.busy_seconds
         self.words, self.began, self.from_span = "", 0.0, 0
-        self.in_layers = 0.0  # seconds of the action
-        self.layers_end: float | None = None  # of the computing stream's last kernel, if a layer's
+        self.in_layers = 0.0  # seconds of the current action in layers
+        self.layers_end: float | None = None  # end of the last kernel, if it is a layer's
         self.iteration, self.iteration_began, self.iterations = "", 0.0, 0
-        self.under_next: set[int] = set()  # streams whose last copies go on in the next iteration
+        self.under_next: set[int] = set()  # streams whose last copies overlap the next iteration
         self.seconds: dict[tuple[object, ...], float] = {}
         self.alone: dict[tuple[object, ...], Kernel] = {}
 
@@ -178,17 +179,17 @@ class Clock:
                 self._action(event.words)
 
     def finish(self, flops: float, dtype: str) -> Timing:
-        """Return the timing of what ran; flops: of the model, in one step of this rank."""
+        """Return the timing of all played events. flops: of the model in a step of this rank."""
         self._action("")
         for waiting in list(self.queued):
             self._advance(waiting)
-        # what an iteration sends down under the next one's forward, the next one waits for
+        # the next iteration waits for copies to the host that overlap its forward, not this one
         leave = self.under_next if self.iterations > 1 else ()
         free = {stream: time for stream, time in self.free.items() if stream not in leave}
         last = max([self.host, *free.values()])
         late = max(free, key=lambda stream: free[stream])
         done = max(self.ready.get(0, self.free[0]), self.iteration_began)  # of the last kernel
-        for stream in (0, late):  # what the computing stream waits for, then what else goes on
+        for stream in (0, late):  # waits of the computing stream, then of the stream that ends last
             if self.free[stream] > done and self.waits_for[stream]:
                 self.exposed[self.waits_for[stream]] += self.free[stream] - done
                 done = self.free[stream]
@@ -202,7 +203,7 @@ class Clock:
         return timing
 
     def _launch_cost(self, seconds: float) -> None:
-        """Let the host launch something, which takes it so long."""
+        """Advance the host by the time of a launch."""
         self.host += seconds
         self.bounds["host"] += seconds
 
@@ -232,7 +233,7 @@ class Clock:
         (self.under_next.add if down and stream else self.under_next.discard)(stream)
         if copies and stream:
             self.waits_for[stream] = HOST_LINK
-        elif not stream or begin > free:  # else it is late by what the stream waited for
+        elif not stream or begin > free:  # else it still depends on the stream's last wait
             self.waits_for[stream] = ""
         if event.flops:
             self.bounds["matmul"] += event.flops / device.peak(matmul_dtype(event))
@@ -243,7 +244,7 @@ class Clock:
             self.timing.spans.append(Span(stream, event.op, begin, end, event.where))
 
     def _kernel(self, event: Launch, begin: float) -> float:
-        """Return a kernel's seconds; a matmul has fewer SMs while a collective runs."""
+        """Return the seconds of a kernel; a matmul has fewer SMs while a collective runs."""
         key = key_of(event)
         kernel = self.alone.get(key)
         if kernel is None:
@@ -283,30 +284,30 @@ class Clock:
         self.streams[event.id] = event.stream
         if event.urgent or event.stream == 0:
             self._advance(event.stream)
-        elif ready < self.free[0]:  # another stream called it: kernels after `ready` are known
+        elif ready < self.free[0]:  # called from another stream: some later kernels are known
             for kernel in self.kernels:
                 self._begin_before(kernel.begin)
                 self._begin_behind(kernel)
 
     def _advance(self, stream: int) -> None:
-        """Begin the transfers of a stream that wait for SMs: no kernel is before them."""
+        """Begin all queued transfers of a stream, behind no kernel."""
         while self.queued[stream]:
             self._begin(stream, 0.0)
 
     def _begin_before(self, time: float) -> None:
-        """Begin the transfers that can before the next kernel is ready."""
+        """Begin the queued transfers that are ready before `time`, when the next kernel begins."""
         for stream, waiting in self.queued.items():
             while waiting and max(waiting[0][0], self.free[stream]) < time:
                 self._begin(stream, 0.0)
 
     def _begin_behind(self, kernel: Busy) -> None:
-        """Begin in a kernel's tail the transfers that could begin while it runs."""
+        """Begin the queued transfers that are ready before a kernel's end in the kernel's tail."""
         for stream, waiting in self.queued.items():
             while waiting and max(waiting[0][0], self.free[stream]) < kernel.end:
                 self._begin(stream, kernel.end - kernel.tail)
 
     def _begin(self, stream: int, earliest: float) -> None:
-        """Begin the first transfer that waits on a stream."""
+        """Begin the first queued transfer of a stream, not before `earliest`."""
         ready, event = self.queued[stream].popleft()
         del self.streams[event.id]
         begin = max(ready, self.free[stream], earliest)
@@ -342,7 +343,7 @@ class Clock:
         return seconds
 
     def _block(self, stream: int, until: float, axis: str) -> None:
-        """Make a stream wait."""
+        """Block a stream until a time, because of an axis."""
         if until > self.free[stream]:
             self.ready.setdefault(stream, self.free[stream])
             self.free[stream] = until
@@ -364,10 +365,10 @@ class Clock:
             self.host, self.host_waits_for = until, axis
 
     def _idle(self, begin: float) -> None:
-        """Tell why the computing stream was idle until `begin`: an axis, or the host."""
+        """Attribute the idle time of the computing stream before `begin` to an axis or the host."""
         free = self.free[0]
         ready = self.ready.get(0, free)
-        if free >= begin and free > ready:  # it waited for a transfer
+        if free >= begin and free > ready:  # the stream waited for a transfer
             axis, since = self.waits_for[0], max(ready, self.host)
             if axis:
                 self.exposed[axis] += begin - since
@@ -397,7 +398,7 @@ class Clock:
 
 
 def key_of(event: Launch) -> tuple[object, ...]:
-    """Return what the seconds of a kernel depend on."""
+    """Return the fields of a launch on which its seconds depend, as a key."""
     shapes = event.shapes if short_name(event) in MATMULS else ()
     return event.op, shapes, event.dtype, event.bytes, event.flops
 
@@ -410,7 +411,7 @@ def time_record(
     rank: int = 0,
     trace: bool = True,
 ) -> Timing:
-    """Time the record of a world rank; in a pipeline (time_pipeline) messages arrive at once here.
+    """Time the record of a world rank. Receives take no time; for a pipeline see time_pipeline.
 
     flops: of the model in one step of this rank, for the MFU against the peak of `dtype`.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of one kernel on a device: matmuls by shape, attention, and what moves memory.
+"""Seconds of one kernel on a device: matmuls by shape, attention, and memory-bound kernels.
 
 Pure functions of sizes and of a device file's numbers (forecast/device_file.py), for the
-rehearsal's clock and for a planner. The model of a matmul is that of tiles and waves: NVIDIA,
+rehearsal's clock and for the planner. The model of a matmul is that of tiles and waves: NVIDIA,
 "Matrix Multiplication Background User's Guide", sections "Tile quantization" and "Wave
 quantization".
 """
@@ -15,17 +15,17 @@ import numpy as np
 from forecast.device_file import Device
 from forecast.rehearsal.events import Call, Event, Launch, Transfer
 
-# of each tile size that is tried, its part of the largest, and the parts of k, each with its tiles
+# tile sizes to try, as shares of the largest; numbers of splits of k to try with each
 TILES = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (0.5, 0.25), (0.25, 0.5))
 SPLITS = (1, 2, 4, 8)
 TRIED = np.array([(m, n, split) for m, n in TILES for split in SPLITS]).T
-# of kernels: passes only move memory; update: all of the optimizer's
+# kinds of kernels. passes: only move memory; update: all kernels of the optimizer
 KINDS = ("matmul", "attention", "passes", "copies", "update")
-# tokens of keys at which a kernel reaches half of its best share: docs/planning.md; and the tokens
-# that the device files' shares are of
+# ATTENTION_RAMP: tokens of keys at which a kernel reaches half of its best share, by
+# docs/planning.md. MEASURED: tokens to which the device files' shares refer
 ATTENTION_RAMP, MEASURED = {"flash": 0.0, "cudnn": 512.0}, 8192
 MESSAGES = ("send", "receive")
-PARTIAL = 4  # bytes of a partial sum, fp32
+PARTIAL = 4  # bytes of an element of a partial sum, fp32
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_scaled_mm_v2": 0,
            "matmul": 0}  # fmt: skip
 GROUPED = "_grouped_mm"
@@ -33,14 +33,15 @@ Quantity = Any  # a number, or an array with one for each run
 
 
 class Numbers(Protocol):
-    """A device's numbers by the keys of device_file.NUMBERS: a Device, or a planner's profile."""
+    """A device's numbers by the keys of device_file.NUMBERS: a Device or a planner's profile."""
 
     def __getitem__(self, key: str, /) -> float: ...
 
 
 class Kernel(NamedTuple):
-    """Seconds of a kernel, start included. tail: those at its end in which SMs are free for what
-    another stream has queued behind it, as many as a collective takes.
+    """Seconds of a kernel, start included.
+
+    tail: seconds at its end in which enough SMs are free for a collective queued behind it.
     """
 
     seconds: Quantity
@@ -57,7 +58,7 @@ def matmul_seconds(
 def matmul_of(
     device: Device, m: int, n: int, k: int, dtype: str, batch: int = 1, sms: float = 0.0
 ) -> Kernel:
-    """Return the seconds of `batch` products of a dtype, and their tail: see `matmul`."""
+    """Return the seconds of `batch` products in a dtype, and their tail: see `matmul`."""
     if min(m, n, k, batch) < 1:
         return Kernel(device["kernel_seconds"])
     low = dtype.startswith("float8")
@@ -72,12 +73,12 @@ def matmul(
 ) -> Kernel:  # fmt: skip
     """Return the seconds of `batch` products [m, k] x [k, n], and their tail.
 
-    rate: FLOP/s of a long matmul on all SMs. size: bytes of a number of the operands; the result
-    has 2. sms: those that it may use; 0 means all. Of the tile sizes and splits of k the fastest
-    counts, as a library's heuristics would choose. A tile of tm x tn does 2 tm tn (k + ramp) FLOPs
-    at an SM's share of the rate: `ramp` numbers of k fill and drain its pipeline. A smaller tile
-    reads more from shared memory for each FLOP, by tile_cost (1/tm + 1/tn). The last wave is the
-    tail where it leaves the SMs of a collective.
+    rate: FLOP/s of a long matmul on all SMs. size: bytes of an operand's element; one of the result
+    has 2. sms: number of SMs that it may use; 0 means all. The fastest of the tile sizes and splits
+    of k counts, as a library's heuristics would choose. A tile of tm x tn takes the time of
+    2 tm tn (k + ramp) FLOPs at an SM's share of the rate: `ramp` elements of k fill and drain the
+    pipeline. A smaller tile reads more from shared memory per FLOP, by tile_cost (1/tm + 1/tn). The
+    last wave is the tail if it leaves enough SMs for a collective.
     """
     use = sms or device["sms"]
     moved = memory_seconds(device, batch * ((m * k + k * n) * size + 2 * m * n))
@@ -100,7 +101,7 @@ def matmul(
 
 
 def memory_seconds(device: Numbers, moved: Quantity, starts: bool = True) -> Quantity:
-    """Return the seconds of a kernel that reads and writes so many bytes; starts: a start too."""
+    """Return the seconds of a kernel that reads and writes `moved` bytes. starts: add its start."""
     seconds = moved / (device["bandwidth"] * device["memory_share"])
     return seconds + device["kernel_seconds"] * starts
 
@@ -108,9 +109,9 @@ def memory_seconds(device: Numbers, moved: Quantity, starts: bool = True) -> Qua
 def attention_share(
     device: Numbers, kernel: str, backward: bool, length: Quantity = MEASURED
 ) -> Quantity:
-    """Return the share of the peak that an attention of so many keys a row reaches.
+    """Return the share of the peak that attention reaches on rows of `length` keys.
 
-    kernel: "flash" or "cudnn". A device file has the shares of MEASURED tokens.
+    kernel: "flash" or "cudnn". A device file has the shares at MEASURED tokens.
     """
     ramp = ATTENTION_RAMP[kernel]
     share = device[f"attention.{kernel}.{'backward' if backward else 'forward'}"]
@@ -118,7 +119,7 @@ def attention_share(
 
 
 def attention(device: Numbers, flops: Quantity, moved: Quantity, rate: Quantity) -> Quantity:
-    """Return the seconds of a fused attention. moved: bytes. rate: FLOP/s."""
+    """Return the seconds of a fused attention. moved: bytes read and written. rate: FLOP/s."""
     return np.maximum(flops / rate + device["kernel_seconds"], memory_seconds(device, moved))
 
 
@@ -142,10 +143,10 @@ def short_name(launch: Launch) -> str:
 
 
 def matmul_dtype(launch: Launch) -> str:
-    """Return the dtype of a matmul's operands; the record has that of its result.
+    """Return the dtype of a matmul's operands, from a record that has the result's.
 
-    _scaled_mm multiplies float8. Where a result is fp32 and its kernel moves fewer bytes than fp32
-    operands have, the operands are bfloat16.
+    _scaled_mm multiplies float8. If the result is fp32 and the kernel moves fewer bytes than fp32
+    operands would have, the operands are bfloat16.
     """
     op = short_name(launch)
     if op.startswith("_scaled_mm"):
@@ -157,7 +158,7 @@ def matmul_dtype(launch: Launch) -> str:
 
 
 def kind_of(launch: Launch) -> str:
-    """Return which of KINDS a recorded kernel is."""
+    """Return the kind of a recorded kernel, one of KINDS."""
     if launch.where.phase == "update":
         return "update"
     if launch.op.startswith("memcpy "):
@@ -174,13 +175,13 @@ def launch_seconds(device: Device, launch: Launch) -> float:
 
 
 def kernel_of(device: Device, launch: Launch, sms: float = 0.0) -> Kernel:
-    """Return the seconds of a recorded kernel, and its tail; sms: those that it may use, 0: all."""
+    """Return the seconds of a recorded kernel and its tail. sms: number it may use; 0: all."""
     op = short_name(launch)
     if launch.flops and op in MATMULS:
         a, b = launch.shapes[MATMULS[op] :][:2]
         sizes = a[-2], b[-1], a[-1], matmul_dtype(launch)
         return matmul_of(device, *sizes, batch=prod(a[:-2]), sms=sms)
-    if op == GROUPED:  # rows of so many experts, spread evenly
+    if op == GROUPED:  # rows spread evenly over the experts
         (rows, k), (experts, _, n) = launch.shapes[:2]
         each = -(-rows // experts)
         return matmul_of(device, each, n, k, launch.dtype, batch=experts, sms=sms)
@@ -211,9 +212,9 @@ def _other_seconds(device: Device, launch: Launch, op: str, sms: float) -> float
 
 
 def host_seconds(device: Device, event: Event) -> float:
-    """Return what an event costs the host: each kind its own number of the device file.
+    """Return the host's seconds for an event, by the device file's number for its kind.
 
-    Of messages that start as a batch, each; the clock counts the first alone (clock.py).
+    Each message of a batch has its own; the clock counts only the first (clock.py).
     """
     if isinstance(event, Call):
         return device["function_seconds"]
