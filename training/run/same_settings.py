@@ -18,7 +18,7 @@ from training.flags.flag_table import live_flags
 from training.settings.config import Config
 from training.settings.setting import flag_of
 
-# what runs: the sources of these rooms
+# the code that runs: the sources in these folders
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("mpu", "model", "training", "csrc")
 KINDS = (".py", ".cpp", ".cc", ".c", ".h", ".cu")
