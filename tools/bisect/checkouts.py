@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put another commit of this repository next to this checkout, ready to run.
+"""Write another commit of this repository to a folder, ready to run.
 
-Nothing is imported from either tree: a tree is driven by its command line.
+Nothing is imported from either tree: a tree is used by its command line.
 """
 
 import io
