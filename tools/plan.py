@@ -55,7 +55,7 @@ PROGRAM = str(Path(__file__).resolve().parent.parent / "pretrain_llama.py")
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
-Answer = tuple[list[str], bool]  # lines to print, and whether what was asked for fits
+Answer = tuple[list[str], bool]  # lines to print, and whether the requested layout or plan fits
 
 
 def plans_of(

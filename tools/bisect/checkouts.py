@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class NoCheckout(Exception):
-    """A commit cannot be checked out or built; the text says why."""
+    """A commit cannot be checked out or built; the message has the reason."""
 
 
 def checkout(base: str, folder: Path) -> Path:

@@ -214,7 +214,7 @@ def read(folder: Path) -> Lines:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file, with the numbers of their lines."""
+    """Yield (line number, object) for each JSON object of a file."""
     with open_plain(path) as file:
         number = 0
         while line := file.readline(LINE + 1):

@@ -168,7 +168,7 @@ def _least(argv: Sequence[str]) -> int:
 
 
 def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
-    """Run a command line with digests of every step, and read what it wrote.
+    """Run a command line with digests of every step, and read its logs.
 
     Returns the failure of a step, or "". Raises RunError if it began no step.
     """

@@ -20,7 +20,7 @@ from mpu.gradients import GradientSink
 
 # fields that a config.json does not have: of padding, of initial weights
 OF_THE_RUN = {"make_vocab_size_divisible_by", "width_mult"}
-WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
+WITHOUT_EFFECT = {"max_position_embeddings"}  # on the model's output
 OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
 # {field: the method of Llama that applies it}
 APPLIED = {"embedding_mult": "embed", "logits_divisor": "last_norm", "softmax_scale": "rope"}

@@ -32,7 +32,7 @@ def rows(timeline: Timeline, schedule: Schedule) -> list[list[Span]]:
 
 
 def in_flight(boxes: Sequence[Span]) -> list[InFlight]:
-    """Return the numbers of activations that a rank holds, at every time they change.
+    """Return the numbers of activations that a rank holds, each time they change.
 
     An activation is held for its B from the start of its F to the end of its B, and then for its W
     to the end of its W. Without a backward none is held.

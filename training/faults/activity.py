@@ -184,7 +184,7 @@ class Activity:
         """Print a line where one is due."""
         stage, now, first = self._stage, time.monotonic(), self.launch.rank == 0
         seconds, lasted = now - stage.since, now - self._began
-        if 0 < stage.limit < seconds + FIRST / 2:  # its error comes soon
+        if 0 < stage.limit < seconds + FIRST / 2:  # its error will be raised soon
             return
         if seconds < stage.due:
             patience = min(max(FIRST, self._spoke - self._began), LONGEST)

@@ -117,7 +117,7 @@ def _about(device: torch.device) -> str:
 
 
 def fp32_lines(allow_tf32: bool) -> list[str]:
-    """Return a line where fp32 matmuls run in lower precision, or a setting had asked for that.
+    """Return a line if fp32 matmuls run in lower precision, or a setting had requested that.
 
     Call it before `set_arithmetic`: it also reads torch's settings, which a sitecustomize.py or the
     model's file may have changed.

@@ -67,10 +67,9 @@ def check_host(
 ) -> None:
     """Raise UsageError where the ranks of this host need more memory than it has available.
 
-    Called before anything is allocated. Only host memory is checked, for runs on CPUs: a host that
-    swaps hangs for minutes, while a GPU raises at once. forecast: returns the bytes of each
-    pipeline rank by kind, and takes a second; it is not called for runs that surely fit
-    (`at_most`).
+    Called before anything is allocated, and only effective on CPUs: a host that swaps hangs for
+    minutes, while a GPU raises at once. forecast: returns the bytes of each pipeline rank by kind,
+    and takes a second; it is not called for runs that surely fit (`at_most`).
     """
     launch = grid.launch
     free = available() if device.type == "cpu" else None

@@ -21,7 +21,7 @@ from training.files.owned import json_lines, refuse
 from training.files.untrusted import owner_only, printable, private
 from training.settings.arguments import LogConfig
 
-# each output: the flag that asked for it, and how it is closed
+# {output: (its flag, the method that closes it)}
 OUTPUTS = {
     "bar": ("", "stop"),
     "json": ("log_json", "close"),

@@ -37,7 +37,7 @@ def refuse(
     alone: bool = False,
     typed: Sequence[str] = (),
 ) -> int:
-    """Print what is wrong in one sentence, once a node, and return `code`.
+    """Print the error in one sentence, once per node, and return `code`.
 
     All ranks fail with the same message, so the first rank of a node prints it. The code is 1 if
     ranks did not connect, as that is not a mistake. alone: the ranks have not met yet; this one

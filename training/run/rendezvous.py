@@ -55,7 +55,7 @@ State = list[Callable[[], str]]  # one function, which returns the error if noth
 
 
 class RendezvousError(UsageError):
-    """Not all ranks connected to MASTER_ADDR:MASTER_PORT in time. reported: rank 0 told them so."""
+    """Not all ranks connected to MASTER_ADDR:MASTER_PORT in time. reported: by rank 0, to all."""
 
     def __init__(self, text: str, reported: bool = False) -> None:
         super().__init__(text)
@@ -142,7 +142,7 @@ def _open(
         over=lambda: f"{who} has come to {_where(launch)}",
     ):
         store = _connected(launch, deadline, timeout, state, why)
-        if store is None:  # raise in the block: its normal end prints that it came
+        if store is None:  # raise in the block: its normal end prints success
             raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
     store.set_timeout(timeout)
     return store

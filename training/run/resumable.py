@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test before the first step that a resume will be able to read what a save writes of a model.
+"""Test before the first step that a resume can read a save of this model.
 
 A model's file may be user code, and errors in its functions would otherwise appear at the first
 save or at the first resume, after hours of training. So the functions that save and resume call are

@@ -28,7 +28,7 @@ def sources(root: Path = ROOT) -> dict[str, str]:
     """Return {"the file mpu/grid.py": hash, ..., "the version of torch": "2.13.0"}.
 
     Ranks that differ in one of them may compute different numbers, or wait for each other in
-    different places. It takes some 10 ms.
+    different places. This takes about 10 ms.
     """
     files = [root / "pretrain_llama.py"]
     for room in ROOMS:

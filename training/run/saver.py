@@ -113,7 +113,7 @@ class Saver:
             raise
         self._find_best(iteration)
 
-        def clear() -> None:  # what a killed prune left
+        def clear() -> None:  # finish a prune that was killed
             prune(root, None, None, set(), self.note)
 
         if not self.ctx.grid.rank:

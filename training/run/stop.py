@@ -24,8 +24,7 @@ AT_ONCE = "stopped at once"
 class StopSignal:
     """Turn SIGTERM, SIGUSR1, Ctrl-C and a hangup of the terminal into an orderly end of the run.
 
-    It is active while it is open as a context manager. A hangup (SIGHUP) counts unless the run was
-    started by nohup.
+    It is active as a context manager. A hangup (SIGHUP) counts unless the run was started by nohup.
 
     Before begin(), a signal ends the run at once. It raises KeyboardInterrupt in the main thread,
     which no code takes for an error of its own; the end of the context then prints a line and
