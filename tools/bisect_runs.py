@@ -9,8 +9,8 @@
 A and B: a folder of a finished run, or a command line in quotes, which is run first. The first step
 that differs is found from --log-digests, or from losses and norms. Both sides then replay that
 step, from the nearest checkpoint before it or from the start, on CPUs of this machine, and record
-every tensor. The output is one sentence, and report.json in --out. The exit code is 0 where nothing
-differs, 1 where something does, 2 for a mistake in the command line.
+every tensor. The output is one sentence, and report.json in --out. The exit code is 0 if nothing
+differs, 1 if something does, 2 for a mistake in the command line.
 """
 
 import argparse

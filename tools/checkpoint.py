@@ -16,7 +16,7 @@
 
 PLACE is the directory of a step, or of a run, whose newest complete checkpoint is then used and
 named; show, diff and convert also take a Hugging Face directory. Every command holds at most one
-tensor in memory, whatever the size of the model. Exit codes: 0; 1 where verify finds damage or diff
+tensor in memory, whatever the size of the model. Exit codes: 0; 1 if verify finds damage or diff
 a difference; 2 for an error, with a sentence that says why.
 """
 

@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Return a question that suggests a flag of `known` for a name, "" where none is similar."""
+    """Return a question that suggests a flag of `known` for a name, "" if none is similar."""
     found = [flag for flag, names in OTHER_NAMES.items() if flag in known and name in names.split()]
     found = found or difflib.get_close_matches(name, known, 1, 0.75)
     return f" (did you mean {found[0]}?)" if found else ""

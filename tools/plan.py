@@ -12,8 +12,8 @@ MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrai
 of theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
 of a machine without GPUs. docs/planning.md explains the table, and docs/predictions.md how far to
 trust it. --measure runs the first N layouts, for some steps each, on the ranks that you have. The
-exit code is 0 where a plan was found, 1 where nothing fits (no layout, or the layout of --why) or
-every layout that was run failed, 2 where an argument or a file is wrong.
+exit code is 0 if a plan was found, 1 if nothing fits (no layout, or the layout of --why) or
+every layout that was run failed, 2 if an argument or a file is wrong.
 """
 
 import argparse

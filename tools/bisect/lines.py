@@ -273,7 +273,7 @@ def first_step(
 
 
 def _start(one: Lines, other: Lines) -> int:
-    """Return the iteration at which both runs began alike, -1 where they began elsewhere."""
+    """Return the iteration at which both runs began alike, -1 if they began elsewhere."""
     starts = [side.head.get("iteration", 0) for side in (one, other)]
     return int(starts[0]) if starts[0] == starts[1] else -1
 

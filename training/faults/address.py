@@ -29,7 +29,7 @@ def family(address: str) -> socket.AddressFamily:
 def listen(address: str, port: int, backlog: int) -> tuple[socket.socket, str]:
     """Listen on `address`; where it is not this host's own (NAT), on all interfaces.
 
-    Returns the socket and the address it listens on, "" for all. Raises OSError where the port is
+    Returns the socket and the address it listens on, "" for all. Raises OSError if the port is
     taken.
     """
     if address:

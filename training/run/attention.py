@@ -18,7 +18,7 @@ FA3 = "flash_attn_interface"  # the package that torch takes FlashAttention 3 fr
 def prepare_attention(config: Config, device: torch.device, note: Callable[[str], None]) -> None:
     """Activate the run's FlashAttention in torch, and note which attention runs.
 
-    Needs no other rank. Raises UsageError where the device cannot do what the flags ask.
+    Needs no other rank. Raises UsageError if the device cannot do what the flags ask.
     """
     card = card_of(device)
     attention_line(config, card)

@@ -49,7 +49,7 @@ class Best:
 
     def find(self, root: Path, last: int) -> tuple[list[Any] | None, str]:
         """Return the best of the checkpoints under `root` up to step `last`, as [step, loss], and a
-        line on those that were evaluated on other data ("" where none was). One rank calls it.
+        line on those that were evaluated on other data ("" if none was). One rank calls it.
         """
         found = [(n, step, e) for n, (step, e) in evaluations(root).items() if step <= last]
         here = self.set, self._digest

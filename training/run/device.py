@@ -37,7 +37,7 @@ def choose_device(
     """Return this rank's device. share_cores: on a CPU, take only this rank's share of the cores.
 
     note is called with lines on environment variables that change the device's arithmetic and, on
-    CUDA, on the device. Raises UsageError where ranks would share a GPU over NCCL.
+    CUDA, on the device. Raises UsageError if ranks would share a GPU over NCCL.
     """
     lines = fp32_lines(config.run.allow_tf32)
     set_arithmetic(config.run.deterministic_mode, config.run.allow_tf32)
@@ -63,7 +63,7 @@ def choose_device(
 
 
 def _check_count(config: Config, launch: Launch) -> None:
-    """Raise UsageError where ranks would share a GPU over NCCL."""
+    """Raise UsageError if ranks would share a GPU over NCCL."""
     count, here = torch.cuda.device_count(), launch.local_world
     gloo = config.parallel.distributed_backend == "gloo"
     if here > count and not gloo and launched_by() == "torchrun":
@@ -76,7 +76,7 @@ def _check_count(config: Config, launch: Launch) -> None:
 
 
 def _check_launches(config: Config) -> None:
-    """Raise UsageError where CUDA_LAUNCH_BLOCKING would deadlock the stages of a pipeline.
+    """Raise UsageError if CUDA_LAUNCH_BLOCKING would deadlock the stages of a pipeline.
 
     A stage posts a receive before it computes the message that its neighbour waits for, and on NCCL
     a receive is a kernel that runs until the message has arrived.

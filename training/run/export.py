@@ -66,7 +66,7 @@ class HuggingFaceSaves:
             clear(self.root, self._record)
 
     def refuse_others(self, iteration: int) -> None:
-        """Raise SaveError where a later save would replace a folder that this run did not write."""
+        """Raise SaveError if a later save would replace a folder that this run did not write."""
         if self._record is None or not self.root.is_dir():
             return
         names, known = sorted(filter(STEP.fullmatch, os.listdir(self.root))), self._record.names()
@@ -165,7 +165,7 @@ def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
 
 
 def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why transformers cannot load a folder as it is, "" where it can.
+    """Return why transformers cannot load a folder as it is, "" if it can.
 
     transformers' model of this config is built on meta tensors, and names and shapes are compared,
     except for the MLPs of a mixture of experts: transformers renames them while it loads.

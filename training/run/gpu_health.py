@@ -20,7 +20,7 @@ class Health(NamedTuple):
     power: float = math.nan
 
     def words(self) -> str:
-        """Return the values as the end of a sentence, "" where they are unknown."""
+        """Return the values as the end of a sentence, "" if they are unknown."""
         if math.isnan(self.clock):
             return ""
         return f"; its GPU runs at {self.clock:,.0f} MHz, {self.heat:.0f} C, {self.power:.0f} W"

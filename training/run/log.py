@@ -220,7 +220,7 @@ class Log:
     ) -> None:
         """Write the loss on held-out data, under the key {name}_loss, or {name}_loss/{part}.
 
-        bytes_per_token: bytes of text per token; 0 where the tokens represent no text. part: the
+        bytes_per_token: bytes of text per token; 0 if the tokens represent no text. part: the
         name of one of several sets.
         """
         if self.out is None:

@@ -20,7 +20,7 @@ Planned = tuple[UpdateRule, str, ParameterProfile, list[FullMatrix]]
 def _planned(config: Config, provider: ModelProvider) -> Iterator[Planned]:
     """Yield (rule, name, profile, matrices) of each trained parameter of each pipeline rank.
 
-    A parameter that a vector rule updates has no matrices. Raises UsageError where a parameter is
+    A parameter that a vector rule updates has no matrices. Raises UsageError if a parameter is
     not a matrix, or its sections are not known.
     """
     groups = optimizer_groups(config)
@@ -45,7 +45,7 @@ def _any_rule(config: Config) -> bool:
 
 
 def check(config: Config, provider: ModelProvider) -> None:
-    """Raise UsageError where the optimizer splits QKV weights and the model names no sections."""
+    """Raise UsageError if the optimizer splits QKV weights and the model names no sections."""
     if not _any_rule(config):
         return
     sizes = config.model

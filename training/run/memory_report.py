@@ -65,7 +65,7 @@ def check_host(
     device: torch.device,
     forecast: Callable[[], Sequence[Mapping[str, int]]],
 ) -> None:
-    """Raise UsageError where the ranks of this host need more memory than it has available.
+    """Raise UsageError if the ranks of this host need more memory than it has available.
 
     Called before anything is allocated, and only effective on CPUs: a host that swaps hangs for
     minutes, while a GPU raises at once. forecast: returns the bytes of each pipeline rank by kind,
@@ -109,8 +109,8 @@ def at_most(config: Config) -> float:
 def available(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this host and this process's control groups have available.
 
-    Swap does not count. Where the system reports neither, return the total memory; None where that
-    is unknown too.
+    Swap does not count. If the system reports neither, return the total memory; None if that is
+    unknown too.
     """
     found = []
     with suppress(OSError, ValueError, IndexError):
@@ -154,7 +154,7 @@ def _group(root: Path) -> list[int]:
 
 @contextmanager
 def enough() -> Iterator[None]:
-    """Raise UsageError, with one sentence, where the block runs out of memory."""
+    """Raise UsageError, with one sentence, if the block runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -142,7 +142,7 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     attention (F.scaled_dot_product_attention) count half where it is causal or masked, and those of
     a window block by block (mpu/layers/attention/blocks.py). Documents, whose lengths are not known
     before the run, count as one. Look-ups and elementwise work do not count. Raises ValueError
-    where the vocabulary size is not known yet, PlacementError where a tensor that requires a
+    if the vocabulary size is not known yet, PlacementError if a tensor that requires a
     gradient is not a parameter.
     """
     if config.model.vocab_size is None:

@@ -83,7 +83,7 @@ def hushed(make: Callable[[], T]) -> T:
 def open_json(path: Path, flag: str = "--log-json") -> Any:
     """Open a file of JSON lines to append, dropping an incomplete last line of a killed run.
 
-    Raises ValueError where it cannot be written, or is not the log of a run.
+    Raises ValueError if it cannot be written, or is not the log of a run.
     """
     refuse(flag, path, json_lines("iteration"), "the log of a run")
     try:
@@ -123,7 +123,7 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
 
 
 def check_wandb_login(project: str) -> None:
-    """Raise ValueError where W&B would upload the run and no login is on this machine.
+    """Raise ValueError if W&B would upload the run and no login is on this machine.
 
     wandb looks at WANDB_API_KEY, its settings and .netrc; no server is contacted, and the user is
     not prompted.

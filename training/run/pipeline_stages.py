@@ -24,7 +24,7 @@ from training.settings.pipeline_schedule import (
 def stages_of(config: Config, provider: ModelProvider) -> tuple[Stage, ...]:
     """Return the p v stages in order, by default balanced by the cost of the model's parts.
 
-    Raises UsageError, naming the flags, where the layers do not add up.
+    Raises UsageError, naming the flags, if the layers do not add up.
     """
     layers = config.model.num_layers
     if config.parallel.pipeline_model_parallel_size == 1:  # nothing to balance

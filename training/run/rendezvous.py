@@ -72,8 +72,8 @@ def meet(
     """Return a store that the ranks of this start share, once all have connected.
 
     refused: why this rank does not start. activity: prints which ranks are late. settings: what all
-    ranks must have in common (same_settings.py). Raises RendezvousError where ranks do not connect
-    within `timeout`, UsageError, on every rank, where one refuses or has other settings.
+    ranks must have in common (same_settings.py). Raises RendezvousError if ranks do not connect
+    within `timeout`, UsageError, on every rank, if one refuses or has other settings.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     activity = activity or Activity(launch)

@@ -133,7 +133,7 @@ def _number(path: Path) -> int:
 
 
 def _read(path: Path) -> End | None:
-    """Return a rank's record of its end, None where there is none."""
+    """Return a rank's record of its end, None if there is none."""
     try:
         said = read_json(path)
         return End(int(said["code"]), printable(str(said["why"])), bool(said["again"]))

@@ -95,7 +95,7 @@ def each_read(values: Mapping[str, Any], by: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_names(model: nn.Module, names: Any) -> None:
-    """Raise UsageError where hf_names does not name each tensor of the whole model once."""
+    """Raise UsageError if hf_names does not name each tensor of the whole model once."""
     if not isinstance(names, Mapping):
         raise UsageError(f"hf_names returns a {type(names).__name__}: it must return a dict")
     tensors: list[tuple[str, Tensor, int]] = []
@@ -132,7 +132,7 @@ def check_names(model: nn.Module, names: Any) -> None:
 
 
 def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf: Any) -> None:
-    """Raise UsageError where from_hf_config does not return the sizes that hf_config was given.
+    """Raise UsageError if from_hf_config does not return the sizes that hf_config was given.
 
     hf: hf_config of `sizes`. back: the sizes as a tool reads them from a checkpoint. again:
     hf_config of the sizes that from_hf_config makes of `hf` alone.

@@ -65,7 +65,7 @@ class Resume:
 
         Weights only, from sample 0: --finetune, a Hugging Face directory, or
         --pretrained-checkpoint while --load has no checkpoint. Raises CheckpointError; UsageError
-        where a checkpoint is required and there is none.
+        if a checkpoint is required and there is none.
         """
         c = self.config.checkpoint
         found = self.find("--load", c.load, c.finetune, c.no_load_optim) if c.load else None
@@ -154,8 +154,8 @@ class Resume:
         return iteration, consumed
 
     def _check_resume(self, found: Checkpoint) -> None:
-        """Raise MismatchError where the checkpoint is of another run, unless --allow-change names
-        the difference, and CheckpointError where its state lacks a count to resume from.
+        """Raise MismatchError if the checkpoint is of another run, unless --allow-change names
+        the difference, and CheckpointError if its state lacks a count to resume from.
 
         With --skip-train no training follows, so any run's checkpoint is accepted."""
         if isinstance(found, HuggingFaceDirectory):

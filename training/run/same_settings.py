@@ -56,7 +56,7 @@ def settings_of(config: Config, digests: dict[str, str], launch: Launch) -> str:
 
 
 def difference(mine: str, theirs: str, other: int) -> str:
-    """Return how rank `other` differs from rank 0, in one sentence, or "" where it does not.
+    """Return how rank `other` differs from rank 0, in one sentence, or "" if it does not.
 
     mine, theirs: what settings_of returns on rank 0 and there.
     """

@@ -140,7 +140,7 @@ class Saver:
             self.note(f"--keep-best: {self.best_line()}")
 
     def best_line(self) -> str:
-        """Return which checkpoint is the best one so far, "" where there is none."""
+        """Return which checkpoint is the best one so far, "" if there is none."""
         if self.best is None or (found := self.best.saved) is None:
             return ""
         of, root = self.best.set and f"-{self.best.set}", self.config.checkpoint.save
@@ -163,7 +163,7 @@ class Saver:
             )
 
     def _refuse_to_prune(self, root: Path) -> None:
-        """Raise SaveError where a flag that removes checkpoints would remove another run's."""
+        """Raise SaveError if a flag that removes checkpoints would remove another run's."""
         c = self.config.checkpoint
         flags = {
             "--keep-last-k": c.keep_last_k,
@@ -333,7 +333,7 @@ class Saver:
     def rewind(self) -> tuple[int, int] | None:
         """Load the newest sound checkpoint of --save again, in the middle of a run.
 
-        Return (iteration, samples), or None where there is none. Raises CheckpointError.
+        Return (iteration, samples), or None if there is none. Raises CheckpointError.
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"

@@ -133,7 +133,7 @@ class _Progress:
 
 def before(found: Checkpoint, config: Config) -> Config | None:
     """Return this run's config with the batch and the optimizer of the run that saved a checkpoint,
-    None where it does not record them."""
+    None if it does not record them."""
     saved = found.state.get("config", {})
     if "optimizer.lr" not in saved:
         return None

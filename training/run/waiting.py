@@ -25,7 +25,7 @@ class Progress:
         self._began = time.monotonic()
 
     def begin(self, part: str, total: int = 0, unit: str = "") -> None:
-        """Begin a part of the work. total: its length in units (B: bytes), 0 where unknown."""
+        """Begin a part of the work. total: its length in units (B: bytes), 0 if unknown."""
         self._part, self._total, self._unit, self._done = part, total, unit, 0
         self._began = time.monotonic()
 

@@ -126,7 +126,7 @@ def starred(name: str) -> str:
 
 
 def _why_not(ctx: LayerContext, config: Config) -> str:
-    """Return why the ranks of tp share no memory, or "" where they do."""
+    """Return why the ranks of tp share no memory, or "" if they do."""
     if ctx.tp.symmetric:
         return ""
     if config.parallel.no_shared_memory:
@@ -135,7 +135,7 @@ def _why_not(ctx: LayerContext, config: Config) -> str:
 
 
 def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:
-    """Return why these choices do not fit this run, or "" where they do."""
+    """Return why these choices do not fit this run, or "" if they do."""
     for key in sorted(needed):
         if key not in choices:
             return f"it has none for {key}"

@@ -44,7 +44,7 @@ class Digests:
     """Digests a run's steps.
 
     names: the model's table of canonical names. about: hashes of its data and its tokenizer.
-    Raises ValueError where the file cannot be written.
+    Raises ValueError if the file cannot be written.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class Slow:
 
 
 def diagnose(rows: Sequence[Row], layout: Layout, young: Sequence[Row] | None) -> Slow | None:
-    """Return the largest delay relative to peers, None where all are within the noise.
+    """Return the largest delay relative to peers, None if all are within the noise.
 
     young: the rows of an early window, None if this is the first. The result may be too small to be
     reported (`counts`).
