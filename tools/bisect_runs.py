@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Name the first tensor in which two runs differ that should be the same: step, module, line, kind.
+"""Find the first tensor in which two runs differ that should be equal: step, module, line, kind.
 
     python tools/bisect_runs.py runs/monday runs/tuesday
     python tools/bisect_runs.py "--num-layers 2 ... --seed 1" "--num-layers 2 ... --seed 2"
     python tools/bisect_runs.py "--num-layers 2 ..." --commit-a HEAD~20 --commit-b HEAD
 
 A and B: a folder of a finished run, or a command line in quotes, which is run first. The first step
-that differs is found from --log-digests, or from losses and norms. Both sides then make that step
-again, from the nearest checkpoint before it or from the start, on CPUs of this machine, and record
-every tensor. Printed: one sentence. Written to --out: report.json. Exit code: 0 where
-nothing differs, 1 where something does, 2 for a mistake in the command line.
+that differs is found from --log-digests, or from losses and norms. Both sides then replay that
+step, from the nearest checkpoint before it or from the start, on CPUs of this machine, and record
+every tensor. The output is one sentence, and report.json in --out. The exit code is 0 if nothing
+differs, 1 if something does, 2 for a mistake in the command line.
 """
 
 import argparse
@@ -53,8 +53,8 @@ REPORT = "report.json"
 
 @dataclass
 class Outcome:
-    """What was found. sentence: for people. notes: what could not be decided, and why. progress:
-    what is run to find it.
+    """The result. sentence: for people. notes: what could not be decided, and why. progress: of the
+    runs that are made for it.
     """
 
     sentence: str = ""
@@ -67,7 +67,7 @@ class Outcome:
     progress: Progress = field(default_factory=Progress, repr=False)
 
     def json(self) -> dict[str, Any]:
-        """Return it as JSON's types."""
+        """Return the outcome as types of JSON."""
         return {
             "sentence": self.sentence, "same": self.same,
             "step": None if self.step is None else vars(self.step),
@@ -130,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(out: Path) -> bool:
-    """Return whether all in a folder has names and forms of what a comparison writes there.
+    """Return whether a folder has only files of the names and forms that a comparison writes.
 
-    As in training/files/owned.py, which the processes of two checkouts cannot share.
+    This is as in training/files/owned.py, which the processes of two checkouts cannot share.
     """
     folders = [f"{what}-{side}" for what in ("run", "replay") for side in "AB"]
     replayed = re.compile(r"record|(out|err|stack)\.\d+|rank-\d+\.(bin|json)|step\.json")
@@ -159,9 +159,9 @@ def bisect(
     limit: float,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Find the first step that differs, make it again on both sides, and compare its tensors.
+    """Find the first step that differs, replay it on both sides, and compare its tensors.
 
-    progress: is told what is run. Raises ValueError, RunError.
+    progress: is updated with each run. Raises ValueError, RunError.
     """
     found = Outcome(progress=progress or Progress())
     for side in (a, b):
@@ -202,7 +202,7 @@ def bisect(
 
 
 def first_failing(a: Named, b: Named) -> Step | None:
-    """Return the first step of a side that has begun and does not end it, if there is one."""
+    """Return the first step of a side whose run began and ended before that step was done."""
     for side in (a, b):
         if side.ran and not side.lines.steps:
             began = int(side.lines.head.get("iteration", 0))
@@ -212,11 +212,11 @@ def first_failing(a: Named, b: Named) -> Step | None:
 
 
 def different_settings(a: Named, b: Named) -> dict[str, list[Any]]:
-    """Return the settings that differ, but for places, by dotted name."""
+    """Return the settings that differ, except for paths, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
-    if not ours or not theirs:  # neither digests nor a save say them
+    if not ours or not theirs:  # neither digests nor a save record them
         return {}
-    places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
+    places = ("checkpoint.", "log.", "model.model_file")  # model_digest identifies that file
     names = [name for name in {**ours, **theirs} if not name.startswith(places)]
     found = {n: [ours.get(n), theirs.get(n)] for n in names if ours.get(n) != theirs.get(n)}
     for name in {**a.lines.head.get("digests", {}), **b.lines.head.get("digests", {})}:
@@ -229,7 +229,7 @@ def different_settings(a: Named, b: Named) -> dict[str, list[Any]]:
 def start_of(a: Named, b: Named, step: Step) -> tuple[Path | None, int]:
     """Return the newest checkpoint of either side from before a step, and its iteration.
 
-    None: where the runs began.
+    None and 0 if there is none: then the replay begins at the start of the runs.
     """
     saves = {i: path for side in (b, a) for i, path in side.lines.saves.items()}
     last = max((i for i in saves if i <= step.between and i < step.iteration), default=0)
@@ -237,7 +237,7 @@ def start_of(a: Named, b: Named, step: Step) -> tuple[Path | None, int]:
 
 
 def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: float) -> None:
-    """Make the step that was found again on both sides, recorded, and compare."""
+    """Replay the step that was found on both sides, record its tensors, and compare."""
     step = found.step
     assert step is not None
     differ = f"{step.text}; flags that differ: {flags(found)}" if found.settings else step.text
@@ -256,7 +256,7 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
             differ += f". Step {step.iteration} itself is the same on both sides"
             later = made_again((a, b), start, step.iteration + 1, found, work, limit)
             verdict = verdict_of(Side(later[0]), Side(later[1]), may)
-            if not verdict.same:  # what comes between two steps has changed it
+            if not verdict.same:  # it was changed between two steps
                 found.verdict, records = verdict, later
                 differ += ", and what comes after it changes a tensor"
         else:
@@ -271,7 +271,7 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
 
 
 class Replays(NamedTuple):
-    """What making a step again takes. low: the iteration after which both sides are equal."""
+    """The parameters of a replay. low: the iteration after which both sides are equal."""
 
     sides: Sequence[Named]
     start: Path | None
@@ -281,7 +281,7 @@ class Replays(NamedTuple):
     limit: float
 
     def verdict(self, number: int, found: Outcome) -> tuple[list[Path], Verdict]:
-        """Make a step again and compare it; return the records, too. Raises RunError."""
+        """Replay a step and compare it; return the records and the verdict. Raises RunError."""
         records = made_again(self.sides, self.start, number, found, self.work, self.limit)
         return records, verdict_of(Side(records[0]), Side(records[1]), self.may)
 
@@ -289,11 +289,11 @@ class Replays(NamedTuple):
 def earlier(
     replays: Replays, differ: str, found: Outcome, records: list[Path]
 ) -> tuple[str, list[Path]]:
-    """Look for a step before the one that was found, in what digests do not show.
+    """Look for an earlier step that differs in tensors which digests do not cover.
 
-    These are the moments, where equal bits are due and the step that was found begins with others;
-    and a learning rate whose effect is below what two layouts may differ by. Returns the sentence's
-    begin and the records of the step. Raises RunError.
+    These are the moments, where equal bits are expected and the step that was found begins with
+    other ones; and a learning rate whose effect is below the tolerance between two layouts. Returns
+    the start of the sentence and the records of the step. Raises RunError.
     """
     step, low = found.step, replays.low
     assert step is not None and found.verdict is not None
@@ -324,12 +324,12 @@ def made_again(
     work: Path,
     limit: float,
 ) -> list[Path]:
-    """Let both sides make a step again, recorded; return the records' folders. Raises RunError."""
+    """Replay and record a step on both sides; return the records' folders. Raises RunError."""
     records = []
     for side in sides:
         assert side.program is not None
         folder = work / f"replay-{side.letter}"
-        if folder.exists():  # of the replay before, or of a comparison before (main)
+        if folder.exists():  # of an earlier replay or an earlier comparison (main)
             shutil.rmtree(folder)
         program = replace(side.program, argv=tuple(replay_flags(side, start)))
         found.progress.begin(
@@ -344,7 +344,7 @@ def made_again(
 
 
 def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[Path]) -> str:
-    """Return the sentence of both: which step, and which tensor."""
+    """Return the sentence about the step and the tensor."""
     verdict, step = found.verdict, found.step
     assert verdict is not None and step is not None
     if not verdict.same:
@@ -363,7 +363,7 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
 
 
 def repeats(side: Named, step: Step, record: Path) -> bool:
-    """Return whether a replay has the loss and the norm that the run wrote."""
+    """Return whether a replay has the loss and the norm that the run logged."""
     recorded = json.loads((record / "step.json").read_text())
     line = side.lines.steps.get(step.iteration) or side.lines.log.get(step.iteration) or {}
     norm = line.get("norm", line.get("grad_norm"))
@@ -381,7 +381,7 @@ def flags(found: Outcome) -> str:
 
 
 def short(value: Any) -> str:
-    """Return a setting's value, cut."""
+    """Return a setting's value as text, truncated."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -3,19 +3,19 @@
 
     python tools/build_corpus.py --output-dir runs/quickstart/corpus
 
-writes train.jsonl and heldout.jsonl, one JSON object {"text", "path"} a source file, and
-corpus.json, which says what they hold. They have about 10 MB; nothing is downloaded. Tests, the
-tables of encodings/ and generated files are left out: they are long and teach a model little. A
-file is held out by a hash of its path, so every machine and every Python hold out the same files.
+writes train.jsonl and heldout.jsonl, one JSON object {"text", "path"} for each source file, and
+corpus.json, which describes them. They have about 10 MB; nothing is downloaded. Tests, the tables
+of encodings/ and generated files are left out: they are long and teach a model little. A file is
+held out by a hash of its path, so every machine and every Python hold out the same files.
 
 With --input the corpus is made of those files, folders or patterns instead (.txt, .jsonl, both also
-as .gz or .zst, .parquet). A long text is cut, at line ends where it has some, into pieces of about
-16,000 characters, or into fewer where there is little text, and a piece is held out by its own
-hash: about a tenth of the text, and always at least one piece. Of a single .txt the last tenth is
-held out, to the character, as nanoGPT does with Shakespeare. --data is --input as make's DATA
-gives it, in one word. --check-only looks at the files and builds nothing; --source FILE writes what
-the corpus would be made from, and leaves a FILE that says the same as it is: for make, which
-compares times.
+as .gz or .zst, .parquet). A long text is cut, at line ends if it has some, into pieces of about
+16,000 characters, or fewer if there is little text, and a piece is held out by its own hash: about
+a tenth of the text, and always at least one piece. Of a single .txt the last tenth is held out, to
+the character, as nanoGPT does with Shakespeare. --data is --input in one word, as make's DATA gives
+it. --check-only checks the files and builds nothing; --source FILE writes the sizes and times of
+the files that the corpus would be made from, and does not touch a FILE with the same content: make
+compares its time.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ from training.files.untrusted import open_plain, parse_json, read_json, read_pla
 from training.run.waiting import waiting
 
 SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
-PERCENT, OWN_PERCENT = 5.0, 10.0  # of the library's files, of the pieces of a person's text
-PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, at least; pieces to have, if so
+PERCENT, OWN_PERCENT = 5.0, 10.0  # held out: of the library's files, of the pieces of --input
+PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, usual and least; wanted pieces
 
 LARGEST = 1 << 28  # bytes of a source of the library, and of the file of --source
 PARTS = ("train.jsonl", "heldout.jsonl")
@@ -86,7 +86,7 @@ def held_out(path: str, percent: float) -> bool:
 
 
 def draw(path: str) -> int:
-    """Return a number below 2**64 that the path decides, evenly."""
+    """Return a number below 2**64, evenly distributed, that is a hash of the path."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
 
 
@@ -111,10 +111,10 @@ def pieces(
     bad: BadDocuments | None = None,
     keys: Sequence[str] = ("text",),
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of every document of the files, cut into pieces where it is long.
+    """Yield (name, text) of every document of the files, with long ones cut into pieces.
 
-    A piece ends at the first line end after `size` characters; where there is none in as many
-    again, after a space, or anywhere.
+    A piece ends at the first line end after `size` characters; if there is none within `size` more,
+    after a space, or at 2 `size`.
     """
     total = len(keys) * sum(Path(file).stat().st_size for file in files)
     with waiting("reading the texts") as progress:
@@ -153,8 +153,8 @@ def build(
 ) -> dict[str, Any]:
     """Write the two files and corpus.json, text after text; return the content of corpus.json.
 
-    aside: the number of a text that is held out besides. last: the number from which on they all
-    are, and no other. Raises TooFew where one of the two files would be empty.
+    aside: the number of one more text to hold out. last: hold out the texts from this number on,
+    and no others. Raises TooFew if one of the two files would be empty.
     """
     refuse("--output-dir", output, may_build, "a folder without files of these names, or a corpus")
     new = not output.exists()
@@ -198,7 +198,7 @@ def digest_of(files: Iterable[BinaryIO]) -> str:
 
 
 def may_build(output: Path) -> bool:
-    """Return whether a corpus may be written to a folder: what is in the way is one that this
+    """Return whether a corpus may be written to a folder: files in the way are a corpus that this
     command wrote, by the digest in its corpus.json.
     """
     if not any((output / name).is_symlink() or (output / name).exists() for name in PARTS):
@@ -220,9 +220,9 @@ def text_of(corpus: Path) -> str:
 
 
 def take(new: Path, old: Path) -> None:
-    """Put a corpus in the place of the same one; raise ValueError where a run has learnt another.
+    """Replace a corpus by an equal one; raise ValueError if a run was trained on another one.
 
-    Nothing of the run's own is replaced before that is known.
+    Nothing of the run's own is replaced before that check.
     """
     try:
         same = text_of(new) == text_of(old)
@@ -242,7 +242,7 @@ def take(new: Path, old: Path) -> None:
 
 
 def drop(corpus: Path) -> None:
-    """Remove a corpus that this call has built, and its folder if that has nothing else."""
+    """Remove a corpus that this call has built, and its folder if it is then empty."""
     for name in (*PARTS, ABOUT):
         (corpus / name).unlink(missing_ok=True)
     with suppress(OSError):
@@ -250,7 +250,7 @@ def drop(corpus: Path) -> None:
 
 
 class TooFew(ValueError):
-    """All texts went to one side. least: the number of the text to hold out, if one must be."""
+    """All texts are in one part. least: the number of the text to hold out, if one must be."""
 
     def __init__(self, counts: dict[str, int], percent: float, least: int) -> None:
         self.counts, self.least = counts, least
@@ -266,9 +266,9 @@ def build_listed(
     flag: str = "--input",
     report: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Build the corpus of a person's files. Raises ValueError for too little text.
+    """Build the corpus of the user's files. Raises ValueError for too little text.
 
-    flag: what names the files, for messages. report: as of `find_files`.
+    flag: the flag that names the files, for messages. report: as in `find_files`.
     """
     files = find_files(names, flag, report)
     total = sum(size for _, size, _ in stat_files(files, flag))
@@ -315,7 +315,7 @@ def write_source(path: Path, names: list[str] | None, how: list[Any]) -> None:
 
 
 def _is_source(path: Path) -> bool:
-    """Return whether `write_source` wrote a file, perhaps torn: two lists, or no JSON."""
+    """Return whether `write_source` wrote a file: two lists, or part of such a text."""
     data = b""
     try:
         found = parse_json(data := read_plain(path, LARGEST), str(path))
@@ -327,7 +327,7 @@ def _is_source(path: Path) -> bool:
 
 
 def main() -> None:
-    """Build the corpus and print what it holds."""
+    """Build the corpus and print a summary of it."""
     parser = Parser(__doc__)
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="folder to write into")
     parser.add_argument(

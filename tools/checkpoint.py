@@ -16,7 +16,7 @@
 
 PLACE is the directory of a step, or of a run, whose newest complete checkpoint is then used and
 named; show, diff and convert also take a Hugging Face directory. Every command holds at most one
-tensor in memory, whatever the size of the model. Exit codes: 0; 1 where verify finds damage or diff
+tensor in memory, whatever the size of the model. Exit codes: 0; 1 if verify finds damage or diff
 a difference; 2 for an error, with a sentence that says why.
 """
 
@@ -55,17 +55,17 @@ from training.run.text import in_units
 from training.run.waiting import waiting
 
 Words = dict[str, Any]  # keywords of add_argument
-MUST = ("save", "hf_config", "load", "num_experts")  # where the way that they go with is taken
+MUST = ("save", "hf_config", "load", "num_experts")  # required with the conversions they belong to
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def say(text: str | Path) -> None:
-    """Print lines about a checkpoint, obeying nothing that it holds."""
+    """Print lines about a checkpoint, without control characters that it may contain."""
     print(printable(str(text), lines=True), flush=True)
 
 
 def run_directory(root: Path) -> Path:
-    """Return `root` where it is a run's directory. Raises ValueError for anything else."""
+    """Return `root` if it is a run's directory. Raises ValueError for anything else."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a directory")
     if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
@@ -92,7 +92,7 @@ def do_list(args: argparse.Namespace) -> int:
 
 
 def do_verify(args: argparse.Namespace) -> int:
-    """Hash every file; return 1 where one is damaged."""
+    """Hash every file; return 1 if one is damaged."""
     place, damaged = args.place, 0
     if STEP.fullmatch(place.name) or (place / MANIFEST).exists():
         steps = [place]
@@ -105,7 +105,7 @@ def do_verify(args: argparse.Namespace) -> int:
 
 
 def do_show(args: argparse.Namespace) -> int:
-    """Print what a checkpoint holds."""
+    """Print the contents of a checkpoint."""
     found = open_newest(args.place, hashed=False)
     say(found.directory)
     say("\n".join(show(found, args.tensors)))
@@ -113,7 +113,7 @@ def do_show(args: argparse.Namespace) -> int:
 
 
 def do_diff(args: argparse.Namespace) -> int:
-    """Print the differences; return 1 where there are any."""
+    """Print the differences; return 1 if there are any."""
     with waiting("opening the checkpoints") as progress:
         a, b = (
             open_newest(place, hashed=True, finite=False, progress=progress)
@@ -179,7 +179,7 @@ def do_convert(args: argparse.Namespace) -> int:
 
 
 def do_consolidate(args: argparse.Namespace) -> int:
-    """Write a checkpoint again with whole tensors in few files."""
+    """Rewrite a checkpoint with whole tensors in few files."""
     with waiting("consolidating") as progress:
         size = int(args.max_file_size * 1e9)
         read, made = consolidate(args.place, args.save, size, progress)
@@ -366,7 +366,7 @@ def main(argv: Iterable[str] | None = None) -> int:
         check(args)
         with owner_only():
             return args.do(args)
-    except BrokenPipeError:  # who reads the lines has left: mpu/needs.py
+    except BrokenPipeError:  # the reader of the lines has closed the pipe: mpu/needs.py
         raise
     except (OSError, ValueError) as error:
         warn(sentence(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools' command lines share: messages fit to print, bounds, a tokenizer's flags."""
+"""Common parts of the tools' command lines: printable messages, bounds, a tokenizer's flags."""
 
 import argparse
 import difflib
@@ -14,7 +14,7 @@ from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
 from training.files.untrusted import printable, sentence, trust_owners
 
 MOST = (1 << 63) - 1
-# {flag of these tools: what nanoGPT, litgpt, transformers, lm-eval and Megatron-LM call it}
+# {flag of these tools: its names in nanoGPT, litgpt, transformers, lm-eval and Megatron-LM}
 OTHER_NAMES = {
     "--prompt": "--start --prompts --text --input-text",
     "--max-new-tokens": "--max-tokens --max-gen-len --max-length --num-tokens-to-generate --length",
@@ -35,8 +35,8 @@ OTHER_NAMES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Print mistakes without obeying what they quote, such as escape codes for the terminal; refuse
-    an empty Path, which would be the folder one stands in. doc: of the tool, for --help.
+    """A parser that prints mistakes without the escape codes that they may quote, and refuses an
+    empty Path, which would be the current folder. doc: of the tool, for --help.
     """
 
     def __init__(self, doc: str | None = None, **options: Any) -> None:
@@ -49,8 +49,8 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Do what argparse does, with _ for - in flags; an unknown flag is named before others that
-        are missing, with the one that may be meant.
+        """Parse as argparse does, but accept _ for - in flags, and report an unknown flag before
+        missing ones, with the flag that may be meant.
         """
         known = self._flags()
         words, unknown = list[str](), list[str]()
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--trust-owner", action="append", default=[], metavar="USER", help=what)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Do what argparse does, and trust the users that --trust-owner names."""
+        """Parse as argparse does, and trust the users that --trust-owner names."""
         found, rest = super().parse_known_args(args, namespace)
         try:
             trust_owners(getattr(found, "trust_owner", ()))
@@ -96,8 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Return the question whether a flag of `known` is meant by a name, "" where none is like it.
-    """
+    """Return a question that suggests a flag of `known` for a name, "" if none is similar."""
     found = [flag for flag, names in OTHER_NAMES.items() if flag in known and name in names.split()]
     found = found or difflib.get_close_matches(name, known, 1, 0.75)
     return f" (did you mean {found[0]}?)" if found else ""
@@ -106,9 +105,8 @@ def _meant(name: str, known: Sequence[str]) -> str:
 def error_line(program: str, error: BaseException, output: str = "") -> str:
     """Return the line that a tool prints for an error.
 
-    output: the flag and value that say where it writes, for an error of a write, which names no
-    file.
-    Raises the error again where it says that the reader of the output has left (mpu/needs.py).
+    output: the flag and value of the output, for an error of a write, which names no file.
+    Raises the error again if the reader of the output has closed the pipe (mpu/needs.py).
     """
     if isinstance(error, BrokenPipeError):
         raise error
@@ -152,7 +150,7 @@ def _path(text: str) -> Path:
 
 
 def prefix(text: str) -> str:
-    """An argparse type for what the names of written files begin with."""
+    """An argparse type for the prefix of the names of written files."""
     if os.path.basename(text) in ("", ".", ".."):
         rule = "must end in a name: those of the files begin with it"
         raise argparse.ArgumentTypeError(f"{text!r} {rule}")
@@ -160,7 +158,7 @@ def prefix(text: str) -> str:
 
 
 def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
-    """Add the flags by which pretrain_llama.py finds a tokenizer. left_out: the type, without."""
+    """Add the flags of pretrain_llama.py for a tokenizer. left_out: the default, for --help."""
     add = parser.add_argument
     kinds = ", ".join(TOKENIZER_TYPES) + (f"; default: {left_out}" if left_out else "")
     kinds = textwrap.fill(kinds, 76)
@@ -178,9 +176,9 @@ def _kind(name: str) -> str:
 
 
 def model_of(kind: str | None, model: str | None, vocab_file: str | None) -> str | None:
-    """Return the file that a tokenizer is read from. Raises ValueError for one that is not read."""
+    """Return a tokenizer's file. Raises ValueError if its type does not read --vocab-file."""
     if vocab_file is None:
         return model
     if kind not in ("GPT2BPETokenizer", None):
         raise ValueError(f"--vocab-file: {kind} does not read it: give --tokenizer-model alone")
-    return vocab_file  # as in Megatron-LM, --tokenizer-model is not read
+    return vocab_file  # as in Megatron-LM, --tokenizer-model is ignored

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the memory of a rank over a step, as stacked bars: a bar for each action, a colour a kind.
+"""Draw the memory of a rank over a step, as stacked bars: a bar an action, a colour a kind.
 
     WORLD_SIZE=8 python pretrain_llama.py --dry-run --memory-picture memory.svg FLAG...
 
-pretrain_llama.py starts this with the file to write, and gives it what forecast/memory_picture.py
-computed on standard input.
+pretrain_llama.py starts this with the file to write, and passes the result of
+forecast/memory_picture.py on standard input.
 """
 
 import math
@@ -23,7 +23,7 @@ from tools.pictures.style import GRID, INK, PALETTE, QUIET, RULE, axes_at, page
 from training.files.untrusted import parse_json, sentence
 
 USAGE = "usage: pretrain_llama.py --dry-run --memory-picture FILE FLAG...; it starts this itself"
-# from the bottom, that is from what is there all the time: what --dry-run prints of each
+# from the bottom, which is there all the time: {group: kinds that --dry-run prints}
 GROUPS = {
     "weights": ("parameters", "gathered weights", "weights in float8"),
     "optimizer state": ("masters", "moments"),
@@ -36,11 +36,11 @@ GROUPS = {
 COLOURS = (PALETTE[0], PALETTE[5], PALETTE[2], PALETTE[7], PALETTE[1], PALETTE[4], PALETTE[3])
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 WIDE, LEFT, TOP, ACROSS, TALL, BELOW = 9.0, 0.75, 1.0, 8.0, 3.0, 0.6  # inches
-LETTER, LINE = 0.085, 0.15  # inches that a letter of an action's name takes, and a line of it
+LETTER, LINE = 0.085, 0.15  # inches: the width of a letter of an action's name, and a line's height
 
 
 def draw(path: Path, record: dict[str, Any]) -> None:
-    """Draw a record of forecast/memory_picture.py to a .png or an .svg, by the path's suffix."""
+    """Draw a record of forecast/memory_picture.py as a .png or an .svg, by the path's suffix."""
     names = [name for name, _ in record["steps"]]
     kinds = [
         {group: sum(each.get(kind, 0) for kind in parts) for group, parts in GROUPS.items()}
@@ -71,7 +71,7 @@ def draw(path: Path, record: dict[str, Any]) -> None:
 
 
 def _mark_peak(axes: Any, at: int, value: float, words: str) -> None:
-    """Mark the fullest action with its bytes; the words stand where there is more room."""
+    """Mark the fullest action with its bytes; the words are on the side with more room."""
     axes.axhline(value, color=RULE, linewidth=0.8, linestyle=(0, (4, 3)))
     count = axes.dataLim.x1 - axes.dataLim.x0
     left = at > count / 2
@@ -83,7 +83,7 @@ def _mark_peak(axes: Any, at: int, value: float, words: str) -> None:
 
 
 def _name_actions(axes: Any, names: list[str], turned: bool) -> None:
-    """Write the actions' names under the bars; turned: upright, and of many every second or so."""
+    """Write the actions' names under the bars; turned: rotated, and only as many as fit."""
     every = math.ceil(LINE * len(names) / ACROSS) if turned else 1
     last = len(names) - 1
     some = [i for i in range(len(names)) if i == last or (i % every == 0 and last - i >= every)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a pipeline schedule, as simulated, and print its numbers.
+"""Draw the simulation of a pipeline schedule, and print its numbers.
 
     python tools/draw_schedule.py --schedule zb-v -p 4 -m 8 --out zb-v.svg
     python tools/draw_schedule.py --all docs/schedules
@@ -27,7 +27,7 @@ from training.run.text import aligned
 
 
 def simulated(schedule: Schedule, costs: Sequence[float], send: float) -> Simulation:
-    """Simulate a schedule. costs: of F, B and W of all of a rank's layers on one micro-batch."""
+    """Simulate a schedule. costs: of F, B and W of all layers of a rank for one micro-batch."""
     f, b, w = ([cost / schedule.chunks] * schedule.stages for cost in costs)
     return simulate(schedule, Costs(f, b, w, send))
 
@@ -43,16 +43,16 @@ def per_rank(said: Simulation) -> str:
     return "\n".join(aligned([head, *lines]))
 
 
-DRAWN = Path("runs/schedules")  # where a picture goes that nobody names
+DRAWN = Path("runs/schedules")  # the folder of a picture without --out
 
 
 def axis_of(costs: Sequence[float]) -> str:
-    """Return the unit of a simulated time: what F, B and W of a micro-batch cost is in it."""
+    """Return the unit of simulated times, in words."""
     return "1 is a forward of one micro-batch" if costs[0] == 1 else "in the units of --costs"
 
 
 def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send: float) -> str:
-    """Draw every schedule into a folder, all to one scale; return a table of their numbers."""
+    """Draw every schedule into a folder, all at one scale; return a table of their numbers."""
     drawn = []
     for name in NAMES:
         schedule = build(name, p, m, v if name == "interleaved" else CHUNKS.get(name, 1))

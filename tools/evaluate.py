@@ -8,9 +8,9 @@
 
 It needs the package lm_eval (pip install 'weft-llm[eval]'). A model that Hugging Face does not know
 is evaluated as any other: its file is named by --model-file, or by the checkpoint. Ranks beyond the
-tensor-parallel size are replicas, which share the requests out. With --output each checkpoint's
-scores are a file named after its step; with --watch every checkpoint that a run makes is evaluated,
-and those that have such a file already are not evaluated again.
+tensor-parallel size are replicas, which divide the requests among them. With --output, each
+checkpoint's scores are written to a file named after its step; with --watch, every checkpoint that
+a run makes is evaluated, except those that have such a file already.
 """
 
 import argparse
@@ -125,10 +125,10 @@ def write(
 def evaluate(
     args: argparse.Namespace, load: str, manager: Any, grid: Grid, device: torch.device
 ) -> tuple[str, int | None, Scores, dict[str, Any]]:
-    """Load one checkpoint and play the tasks: its name, step, scores, and what was evaluated how.
+    """Load one checkpoint and run the tasks; return (name, step, scores, facts on the evaluation).
 
-    Rank 0 shows how far it is (training/run/waiting.py), and has the scores: they are empty on
-    other ranks. Raises ValueError.
+    Rank 0 shows the progress (training/run/waiting.py), and has the scores: they are empty on other
+    ranks. Raises ValueError.
     """
     with waiting("evaluating") if grid.rank == 0 else nullcontext(Progress()) as progress:
         progress.begin("reading the checkpoint")
@@ -184,7 +184,7 @@ def _evaluate(
 
 
 def plain(results: dict[str, Any] | None) -> Scores:
-    """Return lm_eval's numbers by task and metric; a filter's name follows where it is not none."""
+    """Return lm_eval's scores by task and metric, with the name of a filter other than none."""
     scores: Scores = {}
     for task, metrics in ((results or {}).get("results") or {}).items():
         for key, value in metrics.items():
@@ -207,9 +207,9 @@ def to_do(load: str, output: Path, passed_over: set[str]) -> list[str]:
 
 
 def watch(args: argparse.Namespace, manager: Any, grid: Grid, device: torch.device) -> None:
-    """Evaluate each checkpoint that appears, in order; one that is no longer whole is passed over.
+    """Evaluate each checkpoint that appears, in order; one that is no longer whole is skipped.
 
-    All ranks look at what rank 0 finds. Returns after --last-step, else never.
+    All ranks evaluate the checkpoints that rank 0 finds. Returns after --last-step, else never.
     """
     passed_over: set[str] = set()
     at = device if grid.world.size > 1 else None
@@ -243,7 +243,7 @@ def watch(args: argparse.Namespace, manager: Any, grid: Grid, device: torch.devi
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a directory's name says, or None for a Hugging Face folder's."""
+    """Return the step in a directory's name, or None for a Hugging Face folder."""
     match = STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -289,7 +289,7 @@ def main(argv: Iterable[str] | None = None) -> int:
             done = evaluate(args, args.load, manager, grid, device)
             if grid.rank == 0:
                 write(args.output, *done)
-    except BrokenPipeError:  # who reads the scores has left
+    except BrokenPipeError:  # the reader of the scores has closed the pipe
         return 1
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run one tiny training step and print its collectives and messages: who, where, how much, why.
+"""Run one tiny training step and print its collectives and messages: ranks, bytes and purpose.
 
     python tools/explain.py --tp 2            (make explain TP=2)
     python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
@@ -11,10 +11,10 @@
     python tools/explain.py --tp 2 --dp 2 --timeline step.svg
 
 It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
-pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not computed:
-a trace of the grid records each collective and message, with the label that its caller gave it, and
-a TorchDispatchMode records the operations around it. At the end, the totals are compared with what
-a recording of the step without ranks has (forecast/traffic.py). At ZeRO stages 1 to 3 the step
+pretrain_llama.build and runs pretrain_llama.train_step. The output is observed, not computed: a
+trace of the grid records each collective and message, with the label that its caller gave it, and a
+TorchDispatchMode records the operations around it. At the end, the totals are compared with those
+of a recording of the step without ranks (forecast/traffic.py). At ZeRO stages 1 to 3 the step
 printed is the second one.
 """
 
@@ -77,7 +77,7 @@ NOTHING = ["", "One rank: every collective is the identity, and nothing is sent.
 
 
 class Explained(NamedTuple):
-    """What one step sent, what forecast/traffic.py states, and the text that shows both.
+    """The traffic of one step, as counted and as stated by forecast/traffic.py, and its text.
 
     equal: whether the two agree, on every rank of this pipeline. streams: of each of its ranks, for
     --timeline.
@@ -113,7 +113,7 @@ def tiny(
     adds flags of pretrain_llama.py. Raises UsageError if the layout does not work.
     """
     groups, chunks = -(-2 // tp) * tp, CHUNKS.get(schedule, 1)
-    block = max(BLOCKS.get(word, 0) for word in ("", *more))  # numbers of a scale, in float8
+    block = max(BLOCKS.get(word, 0) for word in ("", *more))  # elements of a scale, in float8
     sizes = {
         "--num-layers": layers or max(2, pp * chunks),
         "--hidden-size": 32 * groups,
@@ -153,7 +153,7 @@ def tiny(
 
 
 def micro_batches(config: Config, grid: Grid) -> list[Batch]:
-    """Return this rank's part of made-up micro-batches."""
+    """Return this rank's part of mock micro-batches."""
     m, b = config.model, config.batch.micro_batch_size
     assert m.vocab_size is not None, "tiny gives it"
     data = MockDataset("train", m.seq_length, config.run.seed, m.vocab_size, None)
@@ -169,8 +169,8 @@ def micro_batches(config: Config, grid: Grid) -> list[Batch]:
 def explain(config: Config, grid: Grid) -> Explained:
     """Run one step over a connected grid and return its traffic. Every rank calls it.
 
-    At ZeRO levels 1 to 3 it is the second step: weights are on their way when it begins, and level
-    3 has recorded the order in which it uses them.
+    At ZeRO levels 1 to 3 it is the second step: a gather of weights is in flight when it begins,
+    and level 3 has recorded the order in which it uses them.
     """
     explainer = Explainer()
     grid.traced(explainer)
@@ -178,7 +178,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
         batches = micro_batches(config, grid)
-        if run.sink.zero_stage or run.sink.state_of(AmaxHistory):  # the first step is another
+        if run.sink.zero_stage or run.sink.state_of(AmaxHistory):  # the first step differs
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
@@ -222,7 +222,7 @@ def explain(config: Config, grid: Grid) -> Explained:
 
 
 def _rank(rank: int, config: Config, port: int) -> None:
-    """Run one rank, in a process of its own; rank 0 puts the text into the store."""
+    """Run one rank, in a process of its own; rank 0 writes the text to the store."""
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     world, timeout = config.parallel.world_size, timedelta(seconds=120)
@@ -242,7 +242,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
         store.set("text", found.text)
         store.set("streams", json.dumps(found.streams))
     grid.close()
-    os._exit(0)  # not by the interpreter's teardown; see training/run/process.py, as_process
+    os._exit(0)  # without the interpreter's shutdown; see training/run/process.py, as_process
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
@@ -320,13 +320,13 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
 
 
 def draw_timeline(text: str, seen: Sequence[Any], path: Path) -> None:
-    """Draw the streams of `Explained`, as they are or as JSON holds them, with its text's title."""
+    """Draw the streams of `Explained`, as objects or as JSON, with the title of its text."""
     title = text.partition("\n")[0].partition(":")[0]
     draw([streams_of(each) for each in seen], path, title=title, subtitle=ABOUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a step sends; return 0 if traffic.py agrees, 1 if not, 2 for wrong flags."""
+    """Print a step's traffic; return 0 if traffic.py agrees, 1 if not, 2 for wrong flags."""
     try:
         config, picture = read_arguments(argv)
         running_node()

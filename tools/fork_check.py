@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a model on one rank with itself on every kind of layout, in fp64.
+"""Compare a model on one rank with the same model on every kind of layout, in fp64.
 
     make fork-check MODEL=path/to/fork.py
     python tools/fork_check.py --model path/to/fork.py --only "tp 2" -- --my-own-flag 3
 
-One rank is right by definition, but for its gradients, which are compared with differences of the
-loss, and for decode, which is compared with forward. Every other layout must then have the same
-initial weights, loss, gradients, updates and decode, and load what another has saved. Prints one
-table, and a sentence for whatever disagrees. Exit code: 0 if all agree, 1 if something does not, 2
-for a mistake in the command line.
+One rank is right by definition, except for its gradients, which are compared with finite
+differences of the loss, and for decode, which is compared with forward. Every other layout must
+then have the same initial weights, loss, gradients, updates and decode, and load the checkpoint of
+another layout. It prints one table, and a sentence for each disagreement. Exit code: 0 if all
+agree, 1 if something does not, 2 for a mistake in the command line.
 """
 
 import argparse
@@ -55,14 +55,14 @@ from training.run.model_profile import meta_context, model_profile
 from training.run.waiting import time_left, waiting
 from training.run.watch.recorder import FRAME
 
-LOADED = 1e-7  # how far loaded weights may be from one rank's, of their norm
+LOADED = 1e-7  # tolerance of loaded weights against one rank's, relative to the norm
 PRELOADED = ("tools.forks.rank", "transformers.modeling_utils")
-LONGER = 5  # times --timeout for the references, which are asked more and wait for nobody
+LONGER = 5  # times --timeout for the references, which do more and wait for no other rank
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
 
 def be_rank(desk: Desk, case: Case, port: int, limit: float, rank: int, tell: Tell) -> None:
-    """Do a case on one rank, and tell the answer. port: of the store of all cases."""
+    """Run a case on one rank, and send the answer. port: of the store of all cases."""
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     bind_loopback()
@@ -76,8 +76,8 @@ def be_rank(desk: Desk, case: Case, port: int, limit: float, rank: int, tell: Te
 
 
 def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> Answer:
-    """Do a case. On one rank autograd keeps the lines of the forward pass, so that an error in
-    backward names one of the model's file, as a note.
+    """Run a case. On one rank autograd keeps the lines of the forward pass, so that an error in
+    backward gets a note with a line of the model's file.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -96,7 +96,7 @@ def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> An
 
 
 def again(error: BaseException, written: str) -> str:
-    """Say how a tensor is used a second time that is overwritten, as the loss does the logits.
+    """Return how a tensor is used that was overwritten, as the loss overwrites the logits, or "".
 
     written: the lines that write in place, in words.
     """
@@ -109,12 +109,12 @@ def again(error: BaseException, written: str) -> str:
 
 
 def limit_of(case: Case, timeout: float) -> float:
-    """Return how many seconds a case may take."""
+    """Return the seconds that a case may take."""
     return timeout * LONGER if case.oracle else timeout
 
 
 class Ranks:
-    """Starts the ranks of a case. limit: seconds for one; now: for the last one."""
+    """Starts the ranks of a case. limit: seconds for a case; now: for the last case."""
 
     def __init__(self, desk: Desk, limit: float) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -122,14 +122,14 @@ class Ranks:
         self.ended: list[Ended] = []
 
     def run(self, case: Case) -> list[Answer]:
-        """Let the ranks do a case; return their answers."""
+        """Run a case on its ranks; return their answers."""
         self.now = limit_of(case, self.limit)
         work = partial(be_rank, self.desk, case, self.store.port, self.now)
         self.ended = launch(case.ranks, work, Path(self.desk.folder), self.now, PRELOADED)
         return [each.answer for each in self.ended]
 
     def hung(self) -> str:
-        """Say where the ranks stood that hung: in the model's file, or what waits for others."""
+        """Return where hanging ranks were: the line in the model's file, or the one that waits."""
         model = str(Path(self.desk.model).resolve())
         return where(self.ended, Path(self.desk.folder), self.now, model)
 
@@ -150,7 +150,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def experts_of(model: str, own: Sequence[str]) -> int:
-    """Return how many experts a model has if no flag says it: its file's default, 0 for none."""
+    """Return a model's number of experts: the flag's, else its file's default, 0 for none."""
     kinds = {kind.name: kind for kind in fields(load_model_file(model).ModelConfig)}
     if "num_experts" not in kinds:
         return 0
@@ -159,11 +159,11 @@ def experts_of(model: str, own: Sequence[str]) -> int:
 
 
 def fitting(desk: Desk, experts: int, one: Case) -> tuple[str, ...]:
-    """Return the first sizes with which the model runs on one rank, and has all kinds of layers
-    that more layers have, unless each layer is of its own kind; else the usual ones.
+    """Return the first sizes with which the model runs on one rank and has all the kinds of layers
+    that a deeper one has, unless each layer is of its own kind; else the usual sizes.
     """
     known = load_model_file(desk.model).ModelConfig.__dataclass_fields__
-    made: tuple[str, ...] = ()  # of a model that is made and does not run
+    made: tuple[str, ...] = ()  # with which a model is built but does not run
     for needs in NEEDS:
         best: tuple[str, ...] = ()
         most = count = 0
@@ -184,7 +184,7 @@ def fitting(desk: Desk, experts: int, one: Case) -> tuple[str, ...]:
 
 
 def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
-    """Return the sizes with windows that are shorter than a row, where a flag sets them."""
+    """Return the sizes with windows shorter than a row, if a flag sets them."""
     config, made = desk.config(one), desk.sizes
     model = model_provider(config, meta_context(config, Grid()))
     tokens = torch.arange(config.model.seq_length)[None] % model.config.vocab_size
@@ -197,9 +197,9 @@ def with_short_windows(desk: Desk, one: Case) -> tuple[str, ...]:
 
 
 def chosen(only: str, experts: bool = False) -> list[Case]:
-    """Return the cases, those of one rank first. Raises ValueError for a name that is none's.
+    """Return the cases, those of one rank first. Raises ValueError for an unknown name.
 
-    experts: of a model that has some, whose layouts deal them out, too.
+    experts: the model has experts: include the layouts with expert parallelism.
     """
     every = cases(experts)
     names = [name.strip() for name in only.split(";") if name.strip()]
@@ -216,19 +216,19 @@ def chosen(only: str, experts: bool = False) -> list[Case]:
 
 
 def hold(world: Ranks, row: Row) -> None:
-    """Compare what the ranks of a layout have recorded with one rank's record.
+    """Compare the records of a layout's ranks with one rank's record.
 
-    Where a step differs, both make it again and record all tensors of it, so that the first one is
-    named. Raises RuntimeError where a rank does not end that step.
+    If a step differs, both sides repeat it and record all its tensors, to find the first that
+    differs. Raises RuntimeError if a rank does not end that step.
     """
     case, desk = row.case, world.desk
     whats: tuple[int | str, ...] = (2,) if case.load else ("initial", 0, 1)
-    distances = {"": LOADED}  # of the weights that a step begins with
+    distances = {"": LOADED}  # of the weights with which a step begins
     for what in whats:
         why = "fp64, in other orders of sums"
         allowed = Allowed(what == "initial", why, begins=what == 0, distances=distances)
         verdict = None
-        if what == "initial" or not row.found("replicas"):  # which end the first step
+        if what == "initial" or not row.found("replicas"):  # these end the first step
             one, other = desk.one_rank(case.tied, what), Side(desk.record(case.name, what))
             found = compare(one, other, allowed, to_end=True)
             row.measure(found)
@@ -251,7 +251,7 @@ def hold(world: Ranks, row: Row) -> None:
 
 
 def recorded_inside(world: Ranks, case: Case, number: int) -> Path:
-    """Let ranks make a step and record all tensors of it; return the folder."""
+    """Run a step and record all its tensors, if not done yet; return the folder."""
     folder = world.desk.record(case.name, number, inside=True)
     if not folder.exists():
         answers = world.run(case._replace(record=number, save=""))
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"tools/fork_check.py: {error}", file=sys.stderr)
             return 2
-        except Exception as error:  # of the model's file: its config, its flags
+        except Exception as error:  # from the model's file: its config, its flags
             print(f"tools/fork_check.py: {describe_error(error, model)}", file=sys.stderr)
             return 2
         width = max(len(case.name) for case in some)
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             left = time_left(time.monotonic() - started, len(rows), len(some))
             return f"layout {len(rows) + 1} of {len(some)}{left}"
 
-        broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
+        broken: set[bool] = set()  # models, tied or not, that could not be run on one rank
         spoiled: set[str] = set()  # checkpoints of layouts that are wrong, or not run
         for case in some:
             if case.tied in broken:

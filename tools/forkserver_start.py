@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import this first in a forkserver: Ctrl-C ends it, and the ranks that it forks, without a word.
+"""Import this first in a forkserver: Ctrl-C then ends it, and the ranks that it forks, silently.
 
-The tool that started them says that it was stopped. Without this a forkserver that is still
+The tool that started them prints that it was stopped. Without this, a forkserver that is still
 importing torch prints a traceback.
 """
 

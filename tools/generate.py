@@ -52,7 +52,7 @@ from training.run.waiting import waiting
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
 PARAMETERS_A_THREAD = 30_000_000
-NOT_WHOLE = "\ufffd"  # what tokenizers decode bytes to that are no whole character
+NOT_WHOLE = "\ufffd"  # what tokenizers decode the bytes of an incomplete character to
 
 
 @torch.inference_mode()
@@ -69,9 +69,9 @@ def new_tokens(
 ) -> Iterator[Tensor]:
     """Yield the next token [b] of each of `samples` continuations of the ids `prompt`.
 
-    Where the text is longer than the model's context (max_position_embeddings), each token follows
+    If the text is longer than the model's context (max_position_embeddings), each token is computed
     from the last tokens that fit, at positions from 0 on. That is a forward over all of them, since
-    a cache holds what its tokens knew of those that are now left out.
+    the cached keys and values depend on the tokens that are now left out.
     """
     config, device = model.config, model.ctx.device
     context = config.max_position_embeddings
@@ -79,7 +79,7 @@ def new_tokens(
     model.rope(None, min(len(prompt) + max_new_tokens, context))  # once, at full length
     text = torch.tensor([list(prompt)] * samples, device=device)  # [b, n]
     caches: list[list[Tensor]] = []
-    position = context  # of the tokens that the caches hold; none yet
+    position = context  # end of the tokens in the caches; this value fills them first
     for _ in range(max_new_tokens):
         if position >= context:
             text, position = text[:, -context:], 0
@@ -103,7 +103,7 @@ def generate(
 ) -> list[list[int]]:
     """Return continuations of the ids `prompt`, each cut before the token `stop`.
 
-    sampling: as `new_tokens` takes it. until: asked about a continuation after each token; True
+    sampling: arguments of `new_tokens`. until: called with a continuation after each token; True
     ends it. on_token: called with the continuations so far after each token, cut in the same way.
     """
     rows: list[list[int]] = [[] for _ in range(sampling.get("samples", 1))]
@@ -124,16 +124,16 @@ def generate(
 
 
 class Stream:
-    """Print a text to stdout while its tokens come. decode: returns the text of ids.
+    """Prints a text to stdout while its tokens are generated. decode: returns the text of ids.
 
-    The bytes of a character may come with several tokens: what is not whole yet is held back.
+    The bytes of a character may come from several tokens: an incomplete one is held back.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode, self._printed, self._next = decode, "", 0.0
 
     def show(self, ids: list[int]) -> None:
-        """Print what is new; not each time where the text is so long that it takes long to decode.
+        """Print the new text; less often where the text is so long that decoding it is slow.
 
         Raises OSError.
         """
@@ -147,7 +147,7 @@ class Stream:
         self._print(self._decode(ids), "\n")
 
     def _print(self, text: str, end: str) -> None:
-        if not text.startswith(self._printed):  # a later token changed what is before it
+        if not text.startswith(self._printed):  # a later token changed the text before it
             if not end:
                 return
             print()
@@ -200,7 +200,7 @@ def with_groups(grid: Grid, query_groups: int, device: torch.device) -> Grid:
         ep_size=grid.ep_size,
     )  # fmt: skip
     shared.backend = grid.backend
-    return shared.add_groups(device, TIMEOUT)  # it makes that of tp_kv alone, as tp is the world
+    return shared.add_groups(device, TIMEOUT)  # only that of tp_kv is new, as tp is the world
 
 
 def load_model(
@@ -208,7 +208,7 @@ def load_model(
 ) -> tuple[Llama, Checkpoint]:
     """Build and load the checkpoint's model on this rank; return it and the checkpoint.
 
-    own: the model's file, where it is not one of Weft's.
+    own: the model's file, if it is not one of Weft's.
     """
     at = device if grid.world.size > 1 else None
     root = str(at_or_below(root))
@@ -250,10 +250,10 @@ def load_model(
 
 
 def threads_for(parameters: int, cores: int) -> int:
-    """Return how many threads decode a model with so many parameters on this rank.
+    """Return the number of threads that decode a model of this size on this rank.
 
-    A token of a small model is thousands of small operations, at each of which threads would wait
-    for one another. Set OMP_NUM_THREADS to have another number.
+    A token of a small model takes thousands of small operations, at each of which threads would
+    wait for one another. OMP_NUM_THREADS overrides the number.
     """
     return max(1, min(cores, parameters // PARAMETERS_A_THREAD))
 
@@ -317,7 +317,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
             f"follows from the last {context} alone, by a whole forward",
             file=sys.stderr,
         )
-    start = ids[tokenizer.bos == ids[0] :]  # bos is no text
+    start = ids[tokenizer.bos == ids[0] :]  # bos is not text
     stream = Stream(tokenizer.decode)
     rows: list[list[int]] = [[] for _ in range(args.num_samples)]
 
@@ -343,7 +343,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
             stop=tokenizer.eod,
             on_token=show,
         )
-    finally:  # after Ctrl-C, too, what there is is printed
+    finally:  # print the text so far, also after Ctrl-C
         if grid.rank == 0:
             stream.end([*start, *rows[0]])
             for i, row in enumerate(rows[1:], 2):
@@ -374,7 +374,7 @@ def main(argv: Iterable[str] | None = None) -> int:
             launch.check_rendezvous()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         run(args, grid, device)
-    except BrokenPipeError:  # who reads the text has enough of it
+    except BrokenPipeError:  # the reader of the text has closed the pipe
         return 1
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own

@@ -12,8 +12,8 @@ MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrai
 of theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
 of a machine without GPUs. docs/planning.md explains the table, and docs/predictions.md how far to
 trust it. --measure runs the first N layouts, for some steps each, on the ranks that you have. The
-exit code is 0 where a plan was found, 1 where nothing fits (no layout, or the layout of --why) or
-every layout that was run failed, 2 where an argument or a file is wrong.
+exit code is 0 if a plan was found, 1 if nothing fits (no layout, or the layout of --why) or
+every layout that was run failed, 2 if an argument or a file is wrong.
 """
 
 import argparse
@@ -55,7 +55,7 @@ PROGRAM = str(Path(__file__).resolve().parent.parent / "pretrain_llama.py")
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
-Answer = tuple[list[str], bool]  # lines to print, and whether what was asked for fits
+Answer = tuple[list[str], bool]  # lines to print, and whether the requested layout or plan fits
 
 
 def plans_of(
@@ -65,9 +65,9 @@ def plans_of(
     flags: str = "",
     progress: Progress | None = None,
 ) -> Plans:
-    """Return every layout. question: what is asked; the rest has defaults.
+    """Return every layout. question: the values that are given; the others have defaults.
 
-    flags: may name the optimizer. progress: is told what is done.
+    flags: may name the optimizer. progress: is updated.
     """
     sequence = int(question.get("seq-length", SEQUENCE))
     batch = batch_of(cluster, question, sequence)
@@ -78,18 +78,18 @@ def plans_of(
 
 
 def model_of(name: str, cluster: Cluster, sequence: int, optimizer: str) -> Model:
-    """Return the model that is named, as the cluster's ranks run it."""
+    """Return the named model, as the cluster's ranks run it."""
     found = read_model(name, sequence, optimizer)
     return on_cpu(found) if cluster.cpu else found
 
 
 def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
-    """Return the sequences of a step: those asked for, or BATCH_TOKENS' worth."""
+    """Return the sequences of a step: --global-batch-size, or those of BATCH_TOKENS tokens."""
     return int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
 
 
 def named_by(model: str, cluster: Cluster, question: Question, flags: str) -> Recorded:
-    """Return the layout that flags name; where they say no batch, it is the plan's. Raises
+    """Return the layout of these flags, with the plan's batch size if they have none. Raises
     PlanError, UsageError.
     """
     optimizer = str(question.get("optimizer", ""))
@@ -101,9 +101,7 @@ def named_by(model: str, cluster: Cluster, question: Question, flags: str) -> Re
 
 
 def rank_orders(of: Recorded, progress: Progress) -> Answer:
-    """Time a layout in each order of its ranks, the usual one first: axes of one rank stay where
-    they are.
-    """
+    """Time a layout in each order of its axes of more than one rank, the usual order first."""
     grid = make_grid(of.config, Launch(0, of.cluster.gpus))
     cut = [name for name in ORDER if getattr(grid, name).size > 1]
     rest = [name for name in ORDER if name not in cut]
@@ -119,8 +117,8 @@ def compare(
 ) -> Answer:
     """Compare the layout of flags with the best of `top`. Raises PlanError, UsageError.
 
-    What the question leaves open, of sequence length, batch and dtype, is that of the flags, for
-    both.
+    Sequence length, batch and dtype that the question does not give are those of the flags, for
+    both layouts.
     """
     mine = named_by(model, cluster, question, flags)
     config = mine.config
@@ -201,7 +199,7 @@ def answer(args: argparse.Namespace) -> Answer:
         results = Results(args.measured)
         with Worker() as worker:
             plans = plans_of(args.model, cluster, question, progress=progress)
-            gc.freeze()  # no search is garbage, and a recording collects what is
+            gc.freeze()  # a search makes no garbage, and a recording collects its own
             runs = candidates(plans, max(args.top, args.measure or 0), results)
             best = play(runs, worker, progress)
     fine = bool(best)
@@ -215,13 +213,13 @@ def answer(args: argparse.Namespace) -> Answer:
 
 
 def candidates(plans: Plans, top: int, results: Results) -> Iterator[Recorded]:
-    """Yield the first layouts of a plan, and those of it that were measured before."""
+    """Yield the first layouts of a plan, and its layouts that were measured before."""
     found = set[str]()
     for run in plans.chosen(top):
         found.add(run.flags)
         yield run
     known = results.of(plans.model, plans.cluster)
-    if rest := known.keys() - found:  # of other batches, some
+    if rest := known.keys() - found:  # some may be of other batch sizes
         rest &= {each.flags() for each in plans.layouts}
     for flags in known:
         if flags in rest:
@@ -231,9 +229,9 @@ def candidates(plans: Plans, top: int, results: Results) -> Iterator[Recorded]:
 def measure(
     plans: Plans, layouts: Sequence[Recorded], steps: int, start: Sequence[str], results: Results
 ) -> bool:
-    """Run layouts, and keep what was measured; return whether one of them ran.
+    """Run layouts, and store the measurements; return whether one of them ran.
 
-    start: the words that start a program on every rank. What ran before is not run again.
+    start: the words that start a program on every rank. Layouts that ran before are not run again.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks end, too
     signal.signal(signal.SIGHUP, signal.default_int_handler)
@@ -262,15 +260,15 @@ def measure(
 
 
 def say(line: str) -> None:
-    """Print a line about the work, beside the answer."""
+    """Print a line about the work to stderr, apart from the answer."""
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
     args = build_parser().parse_args(argv)
-    # a search makes millions of small objects and no circle of them: looking for some is a quarter
-    # of its time
+    # a search makes millions of small objects and no reference cycles: looking for them would take
+    # a quarter of its time
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     try:

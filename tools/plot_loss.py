@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the losses of runs from their --log-json files, as a picture one would put in a README.
+"""Draw the losses of runs from their --log-json files, as a picture fit for a README.
 
     python tools/plot_loss.py runs/quickstart/tp2/log.jsonl --output loss.png \\
         --reference 5.9 "unigram entropy" --title "Llama, 3.4 M parameters, TP 2"
@@ -8,10 +8,10 @@
 
     python tools/plot_loss.py runs/mine/log.jsonl --panels lr grad-norm tokens-per-second
 
-A run has one colour: its training loss is a line, its validation loss the dots on a line. Sets of
---multiple-validation-sets have a curve each, with dots of their own shape. The legend has each
-curve's name and last value; that of the training loss is a mean over the run's last steps, as many
-as it says. --panels draws what else a log has below the loss, in the runs' colours.
+Each run has one colour: its training loss is a line, its validation loss a line with dots. Sets of
+--multiple-validation-sets have a curve each, with dots of different shapes. The legend has each
+curve's name and last value; that of the training loss is a mean over the run's last steps, whose
+number it shows. --panels draws other values of the log below the loss, in the runs' colours.
 """
 
 import math
@@ -35,14 +35,14 @@ from training.files.untrusted import parse_json, read_plain
 LARGEST = 1 << 30  # bytes of a log
 AXES = {"iterations": "iteration", "tokens": "tokens", "time": "hours of training steps"}
 VALIDATION = "validation_loss"  # a set's name follows, after "/"
-PANELS = {  # name of --panels: what a log calls it, and what the picture does
+PANELS = {  # name of --panels: its key in a log, and its label in the picture
     "lr": ("lr", "learning rate"),
     "grad-norm": ("grad_norm", "gradient norm"),
     "tokens-per-second": ("tokens_per_second", "tokens/s"),
 }
 MARKERS = "osD^vP*X"  # of the sets
-# inches: the page, what is left of the axes, above them and below, between the panels, how wide the
-# axes are, and how tall the loss and a panel
+# inches: the page's width, the margins left of, above and below the axes, the gap between panels,
+# the width of the axes, and the heights of the loss and of a panel
 WIDE, LEFT, TOP, BOTTOM, BETWEEN = 8.0, 0.68, 0.55, 0.55, 0.25
 ACROSS, TALL, PANEL = 7.0, 3.4, 0.95
 PANEL_CURVES = tuple(curve for curve, _ in PANELS.values())
@@ -51,7 +51,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass
 class Run:
-    """What a log says: {"loss": {iteration: value}, ...}, and where its iterations lie.
+    """The contents of a log: {"loss": {iteration: value}, ...}, and the places of its iterations.
 
     curves: "loss", "validation_loss", and "validation_loss/NAME" for each of several sets, and
     those of PANELS.
@@ -82,12 +82,12 @@ class Run:
 
 
 def read_log(path: Path) -> Run:
-    """Return the losses of a run as it went.
+    """Return the curves of a run.
 
-    Where a resumed run repeats iterations, the later line counts and what it replaces is dropped. A
-    last line that is torn, of a run that goes on or was killed, is left out.
+    If a resumed run repeats iterations, the later line counts and the one it replaces is dropped.
+    An incomplete last line, of a run that continues or was killed, is left out.
     """
-    legs: list[list[_Line]] = [[]]  # a new one where the run went back
+    legs: list[list[_Line]] = [[]]  # a new one each time the run went back
     last = trained = 0  # the iterations of the line before, and of this leg's last with a loss
     lines = read_plain(path, LARGEST).splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
@@ -97,8 +97,8 @@ def read_log(path: Path) -> Run:
             if 1 < number == len(lines) and not line.endswith(b"\n"):
                 break
             raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
-        # a line of several steps begins before an evaluation that came in between: that is no
-        # resume, but to train twice on one iteration is
+        # a line of several steps may begin before an evaluation in between: that is not a resume,
+        # but training one iteration twice is
         if read.iteration < last or (read.trains and read.first <= trained):
             legs.append([])
             trained = 0
@@ -110,7 +110,7 @@ def read_log(path: Path) -> Run:
     curves: dict[str, dict[int, float]] = {name: {} for name in sorted(names)}
     at: dict[int, tuple[float, float]] = {}
     for leg in legs:
-        # an evaluation alone, before a first step or by --skip-train, takes nothing's place
+        # an evaluation alone, before a first step or by --skip-train, replaces nothing
         first = min((read.first for read in leg if read.trains), default=math.inf)
         curves = {n: {i: v for i, v in c.items() if i < first} for n, c in curves.items()}
         at = {i: place for i, place in at.items() if i < first}
@@ -129,9 +129,9 @@ def read_log(path: Path) -> Run:
 
 @dataclass
 class _Line:
-    """A line of a log: the points of each curve, and how far and how fast the run is.
+    """A line of a log: the points of each curve, and the progress and speed of the run.
 
-    speed: (tokens a second, seconds a step), None where the line has no step's time.
+    speed: (tokens a second, seconds a step), None if the line has no step time.
     """
 
     iteration: int
@@ -142,7 +142,7 @@ class _Line:
 
     @property
     def first(self) -> int:
-        """Return the first iteration that the line is about."""
+        """Return the first iteration that the line covers."""
         return min(self.points["loss"])
 
 
@@ -164,9 +164,9 @@ def _read(record: dict[str, Any]) -> _Line:
 
 
 def half_window(points: int, share: float = 0.04) -> int:
-    """Return how far `smooth` looks to either side: about share / 2 of the points.
+    """Return the points of half a window of `smooth`: about share / 2 of all points.
 
-    A short curve has at least five to a side, or a quarter of its points.
+    A short curve has at least five, or a quarter of its points.
     """
     return max(round(share * points / 2), min(5, points // 4))
 
@@ -174,9 +174,9 @@ def half_window(points: int, share: float = 0.04) -> int:
 def smooth(curve: Curve, share: float = 0.04) -> Curve:
     """Return the mean of a curve over a window centred on each point.
 
-    At the begin, where a loss falls fast, the window is narrower on both sides. At the end it is
-    cut off on the right alone, so that the last value is the mean of the last half_window + 1
-    points, which lags behind a falling loss by a quarter of a window.
+    At the beginning, where a loss falls fast, the window is narrower on both sides. At the end it
+    is cut off on the right only, so the last value is the mean of the last half_window + 1 points,
+    which lags behind a falling loss by a quarter of a window.
     """
     half = half_window(len(curve), share)
     out = []
@@ -241,7 +241,7 @@ def _shown(run: Run) -> list[str]:
 
 
 def _draw_losses(axes: Any, runs: dict[str, Run], axis: str) -> None:
-    """Draw the losses of each run, each with its name and last value for the legend."""
+    """Draw the losses of each run, with their names and last values for the legend."""
     for colour, (name, run) in zip(PALETTE, runs.items(), strict=False):
         prefix = f"{name}, " if name else ""
         shown = _shown(run)
@@ -259,7 +259,7 @@ def _draw_losses(axes: Any, runs: dict[str, Run], axis: str) -> None:
 
 
 def _draw_smoothed(axes: Any, curve: Curve, colour: str, name: str) -> None:
-    """Draw a curve and, over it, its means; the legend has the last, and of how many points it is.
+    """Draw a curve and, over it, its means; the legend has the last mean and its number of points.
     """
     x, y = zip(*curve, strict=True)
     if len(curve) == 1:
@@ -273,7 +273,7 @@ def _draw_smoothed(axes: Any, curve: Curve, colour: str, name: str) -> None:
 
 
 def _draw_panel(axes: Any, runs: dict[str, Run], axis: str, panel: str) -> None:
-    """Draw what each run has of a panel; the gradient norm has its means as the loss does."""
+    """Draw each run's curve of a panel; the gradient norm is smoothed as the loss is."""
     name, words = PANELS[panel]
     for colour, run in zip(PALETTE, runs.values(), strict=False):
         if not (curve := run.curve(name, axis)):
@@ -349,7 +349,7 @@ def main() -> None:
 
 
 def _finite(text: str) -> float:
-    """Return the number of --reference. Raises ValueError for what is none."""
+    """Return the number of --reference. Raises ValueError for other text."""
     try:
         if math.isfinite(value := float(text)):
             return value
@@ -359,7 +359,7 @@ def _finite(text: str) -> float:
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:
-    """Return a name for each log: none for one, else its folder's, or its path."""
+    """Return a name for each log: "" for a single one, else its folder's name, or its path."""
     if len(logs) == 1:
         return [""]
     folders = [log.resolve().parent.name for log in logs]

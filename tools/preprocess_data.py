@@ -5,23 +5,23 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
         --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx, and .json, which says which tokenizer made them: a
-run refuses the pair with another one. A .jsonl line is one document, its text under "text"
+writes data/corpus_text_document.bin and .idx, and .json, which records the tokenizer: a run with
+another tokenizer refuses the pair. A .jsonl line is one document, with its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
-lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it, but
-for hidden ones, copies and the like, which are counted (docs/data.md). A .json is read as a .jsonl
-if it is named itself.
+lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it,
+except hidden ones, copies and the like, which are counted (docs/data.md). A .json is read as a
+.jsonl if it is named explicitly.
 
     ... --json-keys prompt answer --loss-on answer
 
-makes one document of the texts of a line, one after another, and writes the mask of the loss beside
-data/corpus_prompt_answer_document.bin: training finds it, and counts the tokens of answers alone.
+makes one document of the texts of a line, one after another, and writes the mask of the loss next
+to data/corpus_prompt_answer_document.bin: training finds it, and counts only the tokens of answers.
 
-An older pair is replaced where this command wrote it, as data/corpus.written.json says.
+An older pair is replaced only if this command wrote it, according to data/corpus.written.json.
 
 The input is cut into shards, which the workers tokenize into a folder next to the output. If the
-run is interrupted, the same command continues after the shards that are complete. The files appear
-only at the end, complete.
+run is interrupted, the same command continues after the complete shards. The files appear only at
+the end, complete.
 """
 
 import argparse
@@ -88,7 +88,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What all shards have in common; the fields are the flags of these names."""
+    """The settings that all shards share; the fields are the flags of the same names."""
 
     tokenizer_type: str
     tokenizer_model: str | None
@@ -108,13 +108,13 @@ class Job:
 
     @property
     def empty(self) -> str:
-        """Return what is wrong with a document without text, or without text that counts."""
+        """Return the error of a document without text, or without text that counts."""
         if not self.loss_on:
             return "an empty document"
         return f"no text that counts in the loss: {' and '.join(map(repr, self.loss_on))} empty"
 
     def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer, once a process."""
+        """Build the tokenizer, once per process."""
         return _tokenizer(
             self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.merge_file
         )
@@ -122,7 +122,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one output pair holds."""
+    """The size of one output pair."""
 
     prefix: str
     documents: int
@@ -148,10 +148,10 @@ def preprocess(
 ) -> list[Summary]:
     """Tokenize files into {output_prefix}_{key}_document.bin/.idx, one pair for each key.
 
-    loss_on: of a document the keys whose tokens count in the loss. Then there is one pair, whose
-    documents have the texts of all keys, one after another, and its loss mask. The result does not
-    depend on workers, shards or interruptions. Raises ValueError naming the flag, file or line that
-    cannot be tokenized; shards complete by then are kept for the next call.
+    loss_on: the keys of a document whose tokens count in the loss. If given, there is one pair,
+    whose documents have the texts of all keys, one after another, and its loss mask. The result
+    does not depend on workers, shards or interruptions. Raises ValueError naming the flag, file or
+    line that cannot be tokenized; shards complete by then are kept for the next call.
     """
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
@@ -234,9 +234,9 @@ def preprocess(
 
 
 def _check_output(output_prefix: str, name: str, written: Written, ends: Sequence[str]) -> None:
-    """Raise ValueError unless a pair may be replaced: it is not there, or as this command wrote it.
+    """Raise ValueError unless a pair may be replaced: it is absent, or as this command wrote it.
 
-    ends: of its files, with those of a loss mask.
+    ends: the suffixes of its files, with those of a loss mask.
     """
     prefix = f"{output_prefix}_{name}_document"
     refuse("--output-prefix", f"{prefix}.json", is_record, "the record of a pair")
@@ -246,7 +246,7 @@ def _check_output(output_prefix: str, name: str, written: Written, ends: Sequenc
 
 @dataclass(frozen=True)
 class Task:
-    """One shard to tokenize, and where its pairs go: {prefix}_{key}.bin and .idx."""
+    """One shard to tokenize, and the prefix of its pairs: {prefix}_{key}.bin and .idx."""
 
     job: Job
     shard: Shard
@@ -257,7 +257,7 @@ class Task:
         return f"{self.prefix}_{key}"
 
     def done(self) -> bool:
-        """Return whether every pair is there, whole."""
+        """Return whether every pair exists and is complete."""
         masks = SUFFIX if self.job.loss_on else ""
         try:
             for name in self.job.pairs():
@@ -268,7 +268,7 @@ class Task:
         return True
 
     def left_out(self, key: str) -> dict[str, tuple[int, str]]:
-        """Return what `run` left out, as BadDocuments.kinds."""
+        """Return the documents that `run` left out, as BadDocuments.kinds."""
         try:
             with open(self.output(key) + ".bad", encoding="utf-8") as file:
                 return {kind: (count, first) for kind, (count, first) in json.load(file).items()}
@@ -309,7 +309,7 @@ class Task:
                     writer.add(list(chain.from_iterable(parts)))
                     if self.job.loss_on:
                         mask.add(np.repeat(counts, list(map(len, parts))))
-                if bad.kinds:  # before the pair, which says that the shard is done
+                if bad.kinds:  # before the pair, which marks the shard as done
                     with replacing(self.output(name) + ".bad") as file:
                         file.write(json.dumps(bad.kinds).encode())
                 tokens += writer.tokens
@@ -344,7 +344,7 @@ def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
 
 
 def _folder(facts: list[Any], output_prefix: str) -> str:
-    """Return the folder for parts, named by all that they depend on; remove other runs' folders."""
+    """Return the folder for parts, named by a hash of all that they depend on; remove others."""
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     parent, base = os.path.split(os.path.abspath(output_prefix))
     folder = os.path.join(parent, f"{base}.{name}.parts")
@@ -357,7 +357,7 @@ def _folder(facts: list[Any], output_prefix: str) -> str:
 
 
 def _is_parts(folder: Path) -> bool:
-    """Return whether a folder has nothing but shards and what is made of them."""
+    """Return whether a folder has nothing but the output of shards."""
     part = re.compile(r"\d{6}_.*\.(bin|idx|bad|json)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
     files = plain_files(folder)
     return files is not None and all(part.fullmatch(name) for name in files)
@@ -371,7 +371,7 @@ def _tokenizer(
 
 
 def _start_worker() -> None:
-    """Ignore Ctrl-C, since the main process lets begun shards finish; die when it dies."""
+    """Ignore Ctrl-C, since the main process waits for begun shards; exit when it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

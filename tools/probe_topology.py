@@ -6,10 +6,10 @@
         --out my_cluster.json
     srun ... tools/probe_topology.py --device h100 --out my_cluster.json
 
-It measures the latency and the bandwidth of every pair of ranks, and warns where a rank is bound to
-another NUMA node than its GPU's. Beyond 64 ranks the pairs are those of the first node and those of
-the nodes' first ranks. The report, --report, has every number. The exit code is 2 where an argument
-is wrong.
+It measures the latency and the bandwidth of every pair of ranks, and warns if a rank is bound to
+another NUMA node than its GPU's. Beyond 64 ranks the pairs are those inside the first node and
+those of the nodes' first ranks. --report writes every measurement. The exit code is 2 if an
+argument is wrong.
 """
 
 import argparse
@@ -54,7 +54,7 @@ ALONE = 16  # ranks up to which one pair is measured at a time
 
 
 def gpu(name: str) -> str:
-    """Return the name of a GPU that there are numbers of, for add_argument."""
+    """Return the name of a GPU that has a device file or a data sheet, for add_argument."""
     try:
         read_device(name)
     except DeviceFileError as error:
@@ -76,8 +76,8 @@ def build_parser() -> Parser:
 def pairs(grid: Grid, prober: Prober, node: int) -> tuple[Matrix, Matrix]:
     """Return alpha and beta of every two ranks.
 
-    Of a large world a pair of ranks of two nodes is taken for those nodes' first ranks, a pair
-    inside a node for that pair of the first node.
+    In a large world, a pair of ranks on two nodes gets the values of those nodes' first ranks, and
+    a pair inside a node those of the same pair in the first node.
     """
     n = grid.world_size
     if n <= EVERY:
@@ -96,7 +96,7 @@ def pairs(grid: Grid, prober: Prober, node: int) -> tuple[Matrix, Matrix]:
 
 
 def place() -> host.Place:
-    """Return where this rank is in its host."""
+    """Return this rank's place on its host."""
     address = None
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -135,7 +135,7 @@ def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], 
 
 
 def lines(content: dict[str, Any], report: dict[str, Any]) -> list[str]:
-    """Return what was found, for people."""
+    """Return the results as lines for people."""
     out = [
         f"{level['name']}: blocks of {level['gpus'] or 'all'} ranks, latency "
         f"{level['latency_us']:.1f} us, {level['gbps_per_gpu']:.3g} Gb/s a rank"
@@ -170,4 +170,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # gloo's threads may still stand in the interpreter's shutdown
+    os._exit(code)  # gloo's threads may block the interpreter's shutdown

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the Llama of `make train` on 2 ranks, print what it reached, and draw its loss.
+"""Train the Llama of `make train` on 2 ranks, print its results, and draw its loss.
 
     make train                                      the standard library's sources, TP 2, 3 minutes
     make train PP=2                                 the same in two pipeline stages, TP 1
     make train DATA="a.txt b/ c/*.gz" TP=1          your own text, one process
     make train DATA="my text.txt" ITERS=500         one file will do; 500 iterations
 
-The Makefile makes corpus, tokenizer and tokens, where they are missing or their source has changed.
-The training resumes from its last checkpoint: after a call that was stopped, the next one trains to
-the same end; after a finished one, it trains ITERS iterations more.
+The Makefile makes corpus, tokenizer and tokens if they are missing or their source has changed. The
+training resumes from its last checkpoint: after a call that was stopped, the next one trains to the
+same iteration; after a finished one, it trains ITERS more iterations.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.relpath(sys.executable, ROOT)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 VOCABULARY = 2048
-TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
+TOKENS = "weft_text_document"  # the name of tools/preprocess_data.py for the prefix weft
 ITERATIONS = 1000
 LARGEST = 1 << 28  # bytes of a log, and of a line of the corpus
 NUMBERS = ("iteration", "lr", "validation_loss", "validation_bits_per_byte", "tokens_per_second")
 TEXT = ("path", "text")
-FULL_VALIDATION = 65_536  # held-out tokens, up to which every evaluation takes all of them
-TP, PP = range(1, 3), range(1, 7)  # what the model's heads and layers can be cut into
+FULL_VALIDATION = 65_536  # held-out tokens up to which every evaluation reads all of them
+TP, PP = range(1, 3), range(1, 7)  # the parts that the model's heads and layers can be cut into
 # fmt: off
 MODEL: dict[str, Any] = {
     "num-layers": 4, "hidden-size": 192, "ffn-hidden-size": 512,
@@ -73,7 +73,7 @@ def command_line(flags: dict[str, Any], switches: list[str]) -> list[str]:
 
 
 def show(command: list[str], threads: int | None = None) -> None:
-    """Print a command as typed in the checkout, a flag a line."""
+    """Print a command as typed in the checkout, one flag per line."""
     words = [f"OMP_NUM_THREADS={threads}"] * bool(threads) + [shlex.quote(word) for word in command]
     print("\n  $ " + printable(" ".join(words)).replace(" --", " \\\n      --") + "\n", flush=True)
 
@@ -82,7 +82,7 @@ def run(command: list[str], threads: int | None = CORES, stdout: int | None = No
     """Run a command of this checkout; return its stdout if that is piped.
 
     threads: None lets the command choose. It runs in a session of its own, so that Ctrl-C reaches
-    it once, from here, and its ranks have the time to finish their step and save.
+    it once, from here, and its ranks have time to finish their step and save.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if threads is not None:
@@ -107,9 +107,9 @@ def run(command: list[str], threads: int | None = CORES, stdout: int | None = No
 
 
 def ranks(launcher: int) -> list[int]:
-    """Return the processes that torchrun started: a signal makes them save, and it ends quietly.
+    """Return the processes that torchrun started: signalled, they save, and torchrun ends quietly.
 
-    Without /proc, return the launcher itself, which passes a signal on with a traceback.
+    Without /proc, return the launcher itself, which passes a signal on but prints a traceback.
     """
     file = Path(f"/proc/{launcher}/task/{launcher}/children")
     started = file.read_text().split() if file.exists() else []
@@ -119,7 +119,7 @@ def ranks(launcher: int) -> list[int]:
 def unigram_entropy(prefix: Path) -> float:
     """Return the entropy of a token file's own frequencies, in nats a token.
 
-    No model that knows only how frequent each token is can have a lower loss on these tokens.
+    No model that ignores the context can have a lower loss on these tokens.
     """
     counts = np.unique(IndexedTokens(str(prefix)).tokens, return_counts=True)[1]
     share = counts / counts.sum()
@@ -127,7 +127,7 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def evaluated(heldout: Path) -> tuple[int, bool]:
-    """Return how many held-out tokens an evaluation takes, and whether that is all of them."""
+    """Return the number of held-out tokens that an evaluation reads, and whether these are all."""
     there = Path(f"{heldout}.idx").exists()
     tokens = int(IndexedTokens(str(heldout)).count) if there else FULL_VALIDATION + 1
     few = MODEL["eval-iters"] * MODEL["global-batch-size"] * MODEL["seq-length"]
@@ -142,9 +142,9 @@ def parameters() -> int:
 
 
 def records(log: Path) -> list[dict[str, Any]]:
-    """Return the records of a --log-json file, without one that a kill left torn.
+    """Return the records of a --log-json file, without an incomplete one of a killed run.
 
-    A number that was not finite is left out of its record. Raises OSError, ValueError.
+    A value that was not finite is left out of its record. Raises OSError, ValueError.
     """
     if not log.exists():
         return []
@@ -164,7 +164,7 @@ def records(log: Path) -> list[dict[str, Any]]:
 
 
 def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
-    """Pretrain: torchrun with tp x pp ranks, or one plain process that has all the cores."""
+    """Pretrain by torchrun with tp x pp ranks, or in one plain process with all the cores."""
     switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
     if (heldout := flags.get("valid-data-path")) and evaluated(Path(heldout))[1]:
         switches.append("full-validation")
@@ -176,7 +176,7 @@ def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
     if tp > 1:
         flags = {"tensor-model-parallel-size": tp, **flags}
         switches.insert(0, "sequence-parallel")
-    if pp > 1:  # as many micro-batches as there are samples: the more, the smaller the bubble
+    if pp > 1:  # one micro-batch per sample: the more, the smaller the bubble
         flags = {"pipeline-model-parallel-size": pp, **flags, "micro-batch-size": 1}
     command += command_line({**flags, "device": "cpu"}, switches)
     show(command, threads)
@@ -184,9 +184,9 @@ def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
 
 
 def continues(folder: Path, done: int, target: int) -> str:
-    """Return what a run resumes from, and at which learning rate: more steps raise it again."""
+    """Return a line on a run's checkpoint and its learning rate, which more steps raise again."""
     most, least, warm = MODEL["lr"], MODEL["min-lr"], min(40, (target - done) // 10)
-    share = (done + 1 - warm) / (target - warm)  # of the cosine's way, at the next step
+    share = (done + 1 - warm) / (target - warm)  # of the cosine that has passed at the next step
     rate = least + (most - least) * (1 + math.cos(math.pi * share)) / 2
     seen = [r["lr"] for r in records(folder / "log.jsonl") if "lr" in r]
     before = f", after {seen[-1]:.2g}: the cosine now ends at {target}" if seen else ""
@@ -240,12 +240,12 @@ def flags_of(out: Path, folder: Path, iterations: int, target: int) -> dict[str,
 
 
 def digest(*things: object) -> str:
-    """Return a short hash of what a run depends on."""
+    """Return a short hash of the things that a run depends on."""
     return hashlib.sha256(json.dumps(things).encode()).hexdigest()[:16]
 
 
 def bits_line(evaluation: dict[str, Any]) -> str:
-    """Return the line of the number that compares over tokenizers, "" where it is not known."""
+    """Return the line with bits per byte, comparable across tokenizers, "" if not known."""
     bits = evaluation.get("validation_bits_per_byte")
     if bits is None:
         return ""
@@ -257,7 +257,7 @@ def bits_line(evaluation: dict[str, Any]) -> str:
 
 
 def lowest(evaluations: list[dict[str, Any]]) -> str:
-    """Return a line where an earlier evaluation was clearly better: the text is learnt by heart."""
+    """Return a line if an earlier evaluation was clearly better, which is overfitting; else ""."""
     best = min(evaluations, key=lambda r: r["validation_loss"])
     if evaluations[-1]["validation_loss"] < 1.01 * best["validation_loss"]:
         return ""
@@ -270,7 +270,7 @@ def lowest(evaluations: list[dict[str, Any]]) -> str:
 
 
 def sample(folder: Path, heldout: Path) -> None:
-    """Print a text that the run's model goes on with: "def ", or words of a person's own text."""
+    """Print how the run's model continues a prompt: "def ", or words of the user's own text."""
     with open_plain(heldout) as file:
         record = parse_json(file.readline(LARGEST), f"{heldout}, line 1")
     if not isinstance(record, dict) or not all(type(record.get(k)) is str for k in TEXT):

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse a run: one rank of any world, its real steps, on a device that has no memory.
+"""Rehearse a run: make the real steps of one rank of any world on a device without memory.
 
     WORLD_SIZE=512 python pretrain_llama.py --rehearse --rehearse-rank 17 FLAG...
     make rehearse WORLD=8 ARGS="..."
 
-pretrain_llama.py --rehearse starts this with its own path, so that a changed copy is rehearsed
-itself. It exits with 0 where nothing was found, 1 with findings, 2 for a mistake in the flags.
+pretrain_llama.py --rehearse starts this with its own path, so that a changed copy of it is itself
+rehearsed. The exit code is 0 without findings, 1 with findings, 2 for a mistake in the flags.
 """
 
 import os
@@ -60,4 +60,4 @@ if __name__ == "__main__":
         sys.exit("usage: pretrain_llama.py --rehearse FLAG...; it starts tools/rehearse.py itself")
     code = main(sys.argv[1], sys.argv[2:])
     sys.stdout.flush()
-    os._exit(code)  # threads of the trainer may still wait
+    os._exit(code)  # threads of the trainer may still be waiting

@@ -2,9 +2,9 @@
 """Make .venv, with the interpreter's own torch if that is 2.11 or newer, else with torch 2.13.0.
 
 `make setup` runs this with the interpreter that the environment is made from. It needs only the
-standard library, and any Python 3 can read it well enough to print that it is too old. A stamp in
-.venv records what was installed; while pyproject.toml and the checkout's place stay the same,
-nothing is installed again.
+standard library, and any Python 3 can parse it, to print that it is too old. A stamp in .venv
+records what was installed; as long as pyproject.toml and the checkout's path stay the same, nothing
+is installed again.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "weft-setup.json")
-MARK = "weft-made.txt"  # in .venv: make setup may clear it
+MARK = "weft-made.txt"  # in .venv: make setup may clear that folder
 TORCH = "2.13.0"
 TRITON = "triton<3.8"  # tested with this torch
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -47,7 +47,7 @@ def supported(version: "str | None") -> bool:
 
 
 def check_interpreter() -> None:
-    """Raise SetupError on a platform or a Python that Weft does not run on; name one that works."""
+    """Raise SetupError, with a Python that works, on a platform or a Python that is unsupported."""
     if os.name == "nt" or sys.platform in ("cygwin", "msys"):
         raise SetupError("Windows is supported through WSL: run make setup inside a WSL shell")
     if tuple(sys.version_info[:2]) < MINIMUM:
@@ -91,7 +91,7 @@ def look(python: str) -> "list[Any]":
 
 
 def key() -> "dict[str, str]":
-    """Return what the stamp must hold for the environment to be reused as it is."""
+    """Return the contents that the stamp must have for the environment to be reused as it is."""
     with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()
     return {"pyproject": digest, "root": os.path.realpath(ROOT)}
@@ -107,7 +107,7 @@ def read_stamp() -> "dict[str, str]":
 
 
 def module(name: str) -> Any:
-    """Return a file of mpu/ that needs no package. Not on an older Python: check_interpreter."""
+    """Import a file of mpu/ that needs no package. Call check_interpreter first."""
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)
     return importlib.import_module("mpu." + name)
@@ -128,7 +128,7 @@ def reachable(url: str) -> bool:
 
 
 def at_work(what: str, state: Any = str) -> Any:
-    """Return the context manager of training/run/waiting.py. It needs check_interpreter first."""
+    """Return the context manager of training/run/waiting.py. Call check_interpreter first."""
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)
     from training.run.waiting import waiting
@@ -139,7 +139,7 @@ def at_work(what: str, state: Any = str) -> Any:
 def pip(*arguments: str) -> None:
     """Run the environment's pip, with its progress on a terminal. Raises SetupError if it fails.
 
-    Elsewhere its newest line comes every few seconds: it downloads and unpacks for minutes.
+    Elsewhere its newest line is printed at intervals, as it downloads and unpacks for minutes.
     """
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
     if sys.stdout.isatty():
@@ -158,7 +158,7 @@ def pip(*arguments: str) -> None:
 
 
 def clear_venv() -> None:
-    """Make .venv an empty folder with our mark. Raises SetupError where it is not of make setup."""
+    """Make .venv an empty folder with our mark. Raises SetupError if make setup did not make it."""
     if os.path.lexists(VENV):
         ours = os.path.isdir(VENV) and (
             not os.listdir(VENV) or any(map(os.path.isfile, (STAMP, os.path.join(VENV, MARK))))
@@ -175,10 +175,10 @@ def clear_venv() -> None:
 
 
 def make_venv(torch: "list[Any]") -> None:
-    """Make .venv; if the interpreter has a torch that Weft can use, let .venv see it.
+    """Make .venv; if the interpreter has a torch that Weft can use, make it visible in .venv.
 
-    The interpreter may itself be of a virtual environment, whose packages `--system-site-packages`
-    does not show: then a .pth file names the folder of that torch.
+    The interpreter may itself belong to a virtual environment, whose packages
+    `--system-site-packages` does not show: then a .pth file names the folder of that torch.
     """
     if os.path.islink(VENV):
         raise SetupError(
@@ -206,8 +206,8 @@ def make_venv(torch: "list[Any]") -> None:
 def torch_for(driver: str) -> "tuple[str, str]":
     """Return the index whose build of torch runs with a driver, and a line about it.
 
-    driver: the version of the machine's NVIDIA driver, "" where there is none or it is unknown. An
-    empty index: the build that pip is set up to find, PyPI's for CUDA 13.
+    driver: the version of the machine's NVIDIA driver, "" if there is none or it is unknown. An
+    empty index: the build that pip finds by default, PyPI's for CUDA 13.
     """
     known = module("driver")
     if not known.found():
@@ -226,7 +226,7 @@ def torch_for(driver: str) -> "tuple[str, str]":
 
 
 def install_torch() -> None:
-    """Install torch alone, in the build that this machine can run, if its index answers."""
+    """Install torch, in the build that this machine can run, if its index answers."""
     index, line = torch_for(module("driver").version()) if sys.platform == "linux" else ("", "")
     if index and not reachable(index + "/torch/"):
         why = f"{line}, but {index} does not answer"
@@ -242,21 +242,21 @@ def install_torch() -> None:
 
 
 def triton() -> str:
-    """Return the constraint on Triton: the one that is there, which torch brought, or TRITON."""
+    """Return pip's constraint on Triton: the version that torch installed, or TRITON."""
     ask = "import importlib.metadata; print(importlib.metadata.version('triton'))"
     found = subprocess.run([PYTHON, "-c", ask], capture_output=True).stdout.decode().strip()
     return "triton==" + found if found else TRITON
 
 
 def say_untested(version: str) -> None:
-    """Print a line where a torch is newer than all tested ones: it is kept."""
+    """Print a line if a torch is newer than all tested ones; it is used all the same."""
     line = module("needs").untested(version)
     if line:
         print(line, flush=True)
 
 
 def build_native() -> None:
-    """Build the native library, or print why not."""
+    """Build the native library. Raises SetupError if that fails."""
     with at_work("compiling the native library"):
         done = subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT)
     if done.returncode:
@@ -264,10 +264,10 @@ def build_native() -> None:
 
 
 def add_torchrun() -> None:
-    """Write .venv/bin/torchrun, which runs torch's with our words last (tools/torchrun.py).
+    """Write .venv/bin/torchrun, which runs tools/torchrun.py.
 
-    An environment that borrows its torch has none of its own, and the torchrun of the other
-    interpreter would start ranks that do not see this environment.
+    An environment that uses the torch of another interpreter has no torchrun of its own, and that
+    interpreter's would start ranks that do not see this environment.
     """
     launcher = os.path.join(os.path.dirname(PYTHON), "torchrun")
     script = os.path.join(ROOT, "tools", "torchrun.py")
@@ -293,13 +293,13 @@ def prepare(chosen: bool) -> None:
             f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it again"
         )
     if os.path.islink(VENV) and present and supported(present[1]):
-        if stamp.get("pyproject") == expected["pyproject"]:  # of another checkout
+        if stamp.get("pyproject") == expected["pyproject"]:  # from another checkout
             print(f"using .venv, a link to {os.path.realpath(VENV)}, as it is", flush=True)
             build_native()
             return
     moved = bool(stamp) and stamp.get("root") != expected["root"]
     if present is not None and (tuple(present[0]) < MINIMUM or moved):
-        present = None  # of no use
+        present = None  # not usable
     if present and all(stamp.get(name) == value for name, value in expected.items()):
         if supported(present[1]):
             version = ".".join(map(str, present[0]))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun itself, with our words last: no warning about threads before them, no traceback after.
+"""Run torch's torchrun, without its warning about threads and its traceback.
 
-`make setup` writes .venv/bin/torchrun to run this. All arguments are torch's. A rank that nobody
-gave a number of threads takes its share of the cores (mpu/launch.py), so that torch's default of
-one needs no warning. Where a rank fails, torch.distributed.run raises; its report is one line here,
-with the first failing rank and what it wrote to TORCHELASTIC_ERROR_FILE, and that rank's exit code
-is handed on. SIGUSR1, too, is passed to the ranks: torchrun alone dies of it.
+`make setup` writes .venv/bin/torchrun to run this. All arguments are torch's. A rank without a
+given number of threads takes its share of the cores (mpu/launch.py), so torch's default of one
+needs no warning. If a rank fails, torch.distributed.run raises; its report is one line here, with
+the first rank that failed and its message in TORCHELASTIC_ERROR_FILE, and the exit code is that
+rank's. SIGUSR1 is passed to the ranks, too: torch's own torchrun dies of it.
 """
 
 import logging
@@ -33,9 +33,9 @@ from training.files.untrusted import printable
 
 
 def last_word(error: ChildFailedError) -> tuple[int, str]:
-    """Return the exit code, and one line: the words of the rank that failed first, or how it ended.
+    """Return the exit code and one line: the message of the rank that failed first, or its end.
 
-    A rank that torchrun ended, or that was killed, has left no words: then another rank's count.
+    A rank that torchrun ended, or that was killed, left no message: then another rank's is used.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     for rank, failure in failures:
@@ -52,7 +52,7 @@ def last_word(error: ChildFailedError) -> tuple[int, str]:
 
 
 def code_of(failure: ProcessFailure) -> int:
-    """Return a rank's exit code as a shell tells it: 128 + n for signal n."""
+    """Return a rank's exit code as a shell does: 128 + n for signal n."""
     return int(failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode)
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     """Run torch's torchrun; return the exit code of the rank that failed first (torch's is 1)."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic.multiprocessing"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat what the line says
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat our line
     try:
         torchrun()
     except ChildFailedError as error:
@@ -71,7 +71,7 @@ def main() -> int:
         how = signal.Signals(error.sigval).name
         print(f"torchrun: ended by {how}", file=sys.stderr, flush=True)
         return 128 + int(error.sigval)
-    except Exception as error:  # of the launcher itself: no rank has started
+    except Exception as error:  # an error of the launcher itself: no rank has started
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(f"torchrun: {printable(words)}", file=sys.stderr, flush=True)
         return 1

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a SentencePiece tokenizer that gives back every text exactly, newlines and indentation too.
+"""Train a SentencePiece tokenizer that restores every text exactly, with newlines and indentation.
 
     python tools/train_tokenizer.py --input corpus/train.jsonl --vocab-size 2048 \\
         --output-prefix tokenizer/weft --check corpus/heldout.jsonl
 
-Pieces are byte pairs over untouched text (no normalization, no space added or removed), and single
-bytes for what no piece covers. A newline with each usual indentation is one piece, so that most
-lines of code begin with one token. A space belongs to the word BEFORE it: a prompt that ends in a
-space, such as "def ", then ends in a whole piece, and sampling goes on naturally. (One character
-does not come back: U+2581, SentencePiece's own sign for a space, becomes one.)
+Pieces are byte pairs over the original text (no normalization, no space added or removed), and
+single bytes for text that no piece covers. A newline with each usual indentation is one piece, so
+most lines of code begin with one token. A space belongs to the word BEFORE it: a prompt that ends
+in a space, such as "def ", then ends in a whole piece, and sampling continues naturally. (One
+character is not restored: U+2581, SentencePiece's own sign for a space, becomes a space.)
 """
 
 import re
@@ -42,12 +42,12 @@ from training.run.waiting import Progress, waiting
 
 NEWLINES = ["\n", *("\n" + SPACE * n for n in (4, 8, 12, 16, 20))]
 BLANK_LINES = ["\n\n" + SPACE * n for n in (4, 8)]
-META = 3 + 256 + len(NEWLINES) + len(BLANK_LINES)  # pieces that are there whatever the text
+META = 3 + 256 + len(NEWLINES) + len(BLANK_LINES)  # pieces that do not depend on the text
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Files of text, and how they are read; the fields are the flags of these names."""
+    """Files of text, and how they are read; the fields are the flags of the same names."""
 
     files: list[Path]
     json_keys: tuple[str, ...] = ("text",)
@@ -55,7 +55,7 @@ class Texts:
     on_bad_document: str | None = None
 
     def read(self, progress: Progress, bad: BadDocuments | None = None) -> Iterator[str]:
-        """Yield the documents, and count their bytes. bad: takes unreadable ones."""
+        """Yield the documents, and count their bytes. bad: collects unreadable ones."""
         bad = bad or BadDocuments(self.on_bad_document)
         total = len(self.json_keys) * sum(file.stat().st_size for file in self.files)
         progress.begin("reading", total, "B")
@@ -69,7 +69,7 @@ def lines(
 ) -> Iterator[str]:
     """Yield the texts' lines that are not blank, up to `limit` bytes of text.
 
-    A line of more than 10,000 characters comes in parts. kept: leave other characters out.
+    A line of more than 10,000 characters is split. hashes: characters to keep, None for all.
     """
     for text in texts.read(progress):
         for line in text.split("\n"):
@@ -85,9 +85,9 @@ def lines(
 def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000) -> int:
     """Write {prefix}.model; return the vocabulary's size.
 
-    A text too small for vocab_size pieces gets as many as it can fill. Where it has more characters
-    than that, the rarest are made of single bytes. Raises ValueError for a vocabulary that is too
-    small, and for a document that cannot be read, as Texts.on_bad_document says.
+    A text too small for vocab_size pieces gets as many as it can fill. If it has more distinct
+    characters than that, the rarest become single bytes. Raises ValueError for a vocabulary that is
+    too small, and for a document that cannot be read, according to Texts.on_bad_document.
     """
     model = f"{prefix}.model"
     refuse("--output-prefix", model, is_ours, "a tokenizer of this command")
@@ -104,7 +104,7 @@ def _learn(
     texts: Texts, learned: BytesIO, vocab_size: int, limit: int, progress: Progress
 ) -> int:
     hashes: set[str] | None = None
-    refused: list[ValueError] = []  # SentencePiece wraps what its iterator raises
+    refused: list[ValueError] = []  # SentencePiece wraps errors of its iterator
 
     def sentences() -> Iterator[str]:
         try:
@@ -149,10 +149,10 @@ def _learn(
 
 
 def kept(characters: list[str], vocab_size: int) -> set[str]:
-    """Return the characters that get pieces of their own, at most half of the room for them.
+    """Return the characters that get pieces of their own, in at most half of the free pieces.
 
     characters: those of the text, the most frequent first. A space is always kept, since its bytes
-    are those of SPACE, and one that is not white. Raises ValueError where there is no room.
+    are those of SPACE, and one that is not whitespace. Raises ValueError if there is no room.
     """
     always = {next(c for c in characters if not c.isspace())} | ({" "} & {*characters})
     room = vocab_size - META
@@ -176,7 +176,7 @@ def is_ours(model: Path) -> bool:
 
 
 def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
-    """Return the texts' characters a token. Raises ValueError if a text does not come back."""
+    """Return the texts' characters per token. Raises ValueError if a text is not restored."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
     characters = tokens = 0
     with waiting("checking pieces") as progress:

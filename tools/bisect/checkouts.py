@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put another commit of this repository next to this checkout, ready to run.
+"""Write another commit of this repository to a folder, ready to run.
 
-Nothing is imported from either tree: a tree is driven by its command line.
+Nothing is imported from either tree: a tree is used by its command line.
 """
 
 import io
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class NoCheckout(Exception):
-    """A commit cannot be checked out or built; the text says why."""
+    """A commit cannot be checked out or built; the message has the reason."""
 
 
 def checkout(base: str, folder: Path) -> Path:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what a run has written of its steps, and find the first step at which two runs differ.
+"""Read the logs of two runs, and find the first step at which they differ.
 
-Digests (--log-digests) say it of every tensor; without them the log (--log-json) says it of losses
-and gradient norms. A folder may be damaged, or anybody's: a line that is cut off is passed over, as
-a killed run leaves one, and a line that holds something else than it should is named.
+Digests (--log-digests) cover every tensor; without them the log (--log-json) covers losses and
+gradient norms. A folder may be damaged or untrusted: an incomplete line, as a killed run leaves
+one, is skipped, and an invalid line raises an error that names it.
 """
 
 import math
@@ -17,15 +17,15 @@ from tools.compare.first_difference import GROWS, GROWS_ALL, TOLERANCE, Allowed,
 from training.files.untrusted import open_plain, parse_json, read_json
 
 DIGESTS, FORMAT = "digests.jsonl", "weft digests 1"
-CHANCE = 4  # a signed sum is as far as the tensors are, on average: 4 times as far is one in 10^4
+CHANCE = 4  # signed sums are, on average, as far apart as tensors; 4 times as far: one in 10^4
 LINE, STATES = 1 << 26, 1 << 28  # most bytes of a line, and of a checkpoint's state.json
 STEP = re.compile(r"step_[0-9]{8,18}")  # a checkpoint's directory
-BLIND = 0.5  # a tolerance, of the norm, at which nothing can be told
+BLIND = 0.5  # a tolerance, relative to the norm, that hides all differences
 
 
 @dataclass
 class Lines:
-    """What one run has written. head: of its last start; steps: lines by iteration."""
+    """The logs of one run. head: the line of its last start; steps: digests by iteration."""
 
     head: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Lines:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return all settings by dotted name, {} where nothing says them."""
+        """Return all settings by dotted name, {} if they are not recorded."""
         return dict(self.head.get("config") or self.state.get("config") or {})
 
     @property
     def command_line(self) -> list[str] | None:
-        """Return the flags of the run, None where nothing says them."""
+        """Return the flags of the run, None if they are not recorded."""
         found = self.head.get("command_line") or self.state.get("command_line")
         return None if found is None else list(found)
 
@@ -54,7 +54,7 @@ class Step:
     text: str  # the names, in words
     between: int  # the last earlier step that is known to be equal
     names: list[str] = field(default_factory=list)  # of tensors
-    # how far its initial weights may be apart by rounding, of the norm, by name; "": any other name
+    # {name: relative distance that its initial weights may have by rounding}; "": any other name
     distances: dict[str, float] = field(default_factory=dict)
 
 
@@ -63,10 +63,10 @@ Sketch = Sequence[float]
 
 @dataclass
 class Grown:
-    """How far two sides that began alike are apart by rounding, as their sketches have said.
+    """The distance by rounding of two sides that began alike, estimated from their sketches.
 
-    before: the last line of the first side. every: the distance of all weights after it, of their
-    norm; each: of single ones. gradient: that of all gradients.
+    before: the last line of the first side. every: the relative distance of all weights after it;
+    each: of single ones. gradient: of all gradients.
     """
 
     before: Mapping[str, Any] | None = None
@@ -77,10 +77,11 @@ class Grown:
 
 @dataclass
 class Limits:
-    """What a step of sides that differ by rounding may differ by (docs/numerics.md).
+    """The tolerances of a step of two sides that differ by rounding (docs/numerics.md).
 
-    base: of the dtype. begin: how far the weights are apart that it begins with, of their norm.
-    moved: how far weights have moved since the line before, by name.
+    base: of the dtype. begin: the relative distance of the weights with which the step begins;
+    each: of single weights. gradient: the relative distance of the gradients. moved: {name: how far
+    the weight has moved since the line before}.
     """
 
     base: float
@@ -91,11 +92,11 @@ class Limits:
 
     @property
     def number(self) -> float:
-        """Return that of the loss, and of the gradient's norm."""
+        """Return the tolerance of the loss and of the gradient norm."""
         return self.base + GROWS_ALL * self.begin
 
     def tensor(self, kind: str, name: str) -> float:
-        """Return that of a sketch of a gradient or of a weight, of its norm."""
+        """Return the tolerance of a gradient's or a weight's sketch, relative to its norm."""
         if kind == "gradient":
             return CHANCE * self.base + GROWS * self.begin
         moved = 1.0 if self.moved is None else self.moved[name]
@@ -146,7 +147,7 @@ DIGEST: Rules = {
 }  # fmt: skip
 LOG_MAY: Rules = {"loss": _is_number, "grad_norm": _is_number, "lr": _is_number}
 LISTS = ("gradient", "weight", "gradient sketch", "weight sketch")  # one for each tensor
-# settings that are computed with, and what each must be
+# settings used in computations, with a check of each
 SETTINGS: Rules = {
     "parallel.world_size": lambda n: _is_count(n) and n > 0,
     "parallel.pipeline_model_parallel_size": lambda n: _is_count(n) and n > 0,
@@ -154,7 +155,7 @@ SETTINGS: Rules = {
 
 
 def _check(where: str, row: Mapping[str, Any], must: Rules, may: Rules) -> None:
-    """Raise ValueError where a row lacks a value, or has one of another kind."""
+    """Raise ValueError if a row lacks a value, or has an invalid one."""
     for key, is_right in {**must, **may}.items():
         if key not in row and key in must:
             raise ValueError(f"{where}: {key} is missing")
@@ -165,8 +166,8 @@ def _check(where: str, row: Mapping[str, Any], must: Rules, may: Rules) -> None:
 def read(folder: Path) -> Lines:
     """Read the files of a run's folder.
 
-    Raises OSError for what is no plain file, ValueError for digests of another format and for what
-    no run writes.
+    Raises OSError for a file that is not plain, ValueError for digests of another format and for
+    invalid contents.
     """
     found = Lines()
     for path in sorted(folder.rglob("*.jsonl")):
@@ -180,7 +181,7 @@ def read(folder: Path) -> Lines:
                 _check(where, row, HEAD, HEAD_MAY)
                 found.head = row
                 later = [i for i in found.steps if i > row["iteration"]]
-                for i in later:  # the run went on from an earlier step
+                for i in later:  # the run continued from an earlier step
                     del found.steps[i]
             elif path.name == DIGESTS and "iteration" in row:
                 _check(where, row, {"iteration": _is_count, **DIGEST}, {})
@@ -213,7 +214,7 @@ def read(folder: Path) -> Lines:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file, with the numbers of their lines."""
+    """Yield (line number, object) for each JSON object of a file."""
     with open_plain(path) as file:
         number = 0
         while line := file.readline(LINE + 1):
@@ -231,10 +232,10 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def first_step(
     one: Lines, other: Lines, allowed: Allowed, notes: list[str] | None = None
 ) -> Step | None:
-    """Return the first step that differs, None where no step does.
+    """Return the first step that differs, None if no step does.
 
-    notes: to which it adds where rounding hides what follows. Raises ValueError where the runs have
-    no step in common.
+    notes: gets a line if rounding hides later differences. Raises ValueError if the runs have no
+    step in common.
     """
     digests = bool(one.steps and other.steps)
     ours, theirs = (one.steps, other.steps) if digests else (one.log, other.log)
@@ -256,7 +257,7 @@ def first_step(
         if what:
             each = {n: CHANCE * max(v, limits.begin) for n, v in limits.each.items()}
             distances = {"": CHANCE * limits.begin, **each}
-            if not digests:  # nothing says how far the weights are apart
+            if not digests:  # the distance of the weights is unknown
                 distances = {"": after_rounding(base)}
             return Step(i, what, _text(i, what, names, digests), before, names, distances)
         if digests and not allowed.exact:
@@ -272,7 +273,7 @@ def first_step(
 
 
 def _start(one: Lines, other: Lines) -> int:
-    """Return the iteration at which both runs began alike, -1 where they began elsewhere."""
+    """Return the iteration at which both runs began alike, -1 if they began elsewhere."""
     starts = [side.head.get("iteration", 0) for side in (one, other)]
     return int(starts[0]) if starts[0] == starts[1] else -1
 
@@ -285,7 +286,7 @@ def _limits(
     grown: Grown,
     begins: bool,
 ) -> Limits:
-    """Return what a line of digests may differ by. begins: the step is the first of both runs."""
+    """Return the tolerances of a line of digests. begins: the step is the first of both runs."""
     gradient, _ = different_sketches(a, b, "gradient", sides)
     gradient = max(gradient, grown.gradient)
     last, moved, far = grown.before, None, 1.0
@@ -312,7 +313,7 @@ def _pairs(
 def different_sketches(
     a: Mapping[str, Any], b: Mapping[str, Any], kind: str, sides: tuple[Lines, Lines]
 ) -> tuple[float, dict[str, float]]:
-    """Return about how far all tensors of a kind are apart, and each, of their norms."""
+    """Return the approximate relative distance of all tensors of a kind together, and of each."""
     each, total, size = {}, 0.0, 0.0
     for name, x, y in _pairs(a, b, kind, sides):
         off = [p - q for p, q in zip(x[1:], y[1:], strict=True)]
@@ -346,7 +347,7 @@ def _digest_differs(
     limits: Limits,
     exact: bool,
 ) -> tuple[str, list[str]]:
-    """Return what differs first, in the order of a step, and the tensors of which."""
+    """Return what differs first, in the order of a step, and the names of the tensors."""
     limit = limits.number
     if a["samples"] != b["samples"]:
         return "sample numbers", []
@@ -373,7 +374,7 @@ def _tensors(
     sides: tuple[Lines, Lines],
     limits: Limits | None,
 ) -> list[str]:
-    """Return the tensors whose digests of a kind differ; limits None: exactly."""
+    """Return the tensors whose digests of a kind differ; limits None: compare exactly."""
     ours, theirs = (side.head["names"] for side in sides)
     found = [name for name in ours if name not in set(theirs)]
     if limits is None:
@@ -389,7 +390,7 @@ def _tensors(
 
 
 def _relative_difference(a: float | None, b: float | None, size: float = 0.0) -> float:
-    """Return how far two numbers are apart, of the larger one or of `size`; NaNs are equal."""
+    """Return the difference relative to the larger number or to `size`; NaNs are equal."""
     if a is None or b is None or math.isnan(a) or math.isnan(b):
         nothing = [x is None or math.isnan(x) for x in (a, b)]
         return 0.0 if nothing[0] == nothing[1] else math.inf
@@ -398,7 +399,7 @@ def _relative_difference(a: float | None, b: float | None, size: float = 0.0) ->
 
 
 def _base(one: Lines, other: Lines) -> float:
-    """Return what a step that two layouts begin with the same weights may differ by."""
+    """Return the tolerance of a step that two layouts begin with the same weights."""
     dtypes = [str(side.config.get("run.dtype", "float32")) for side in (one, other)]
     return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
 

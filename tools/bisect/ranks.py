@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the program of one side on its ranks, here, on CPUs.
+"""Run the program of one side on its ranks, on CPUs of this machine.
 
-Whatever of the product a rank has imported, it imports anew, from any checkout. What is
-wanted of a run besides its flags is done in the rank, where `train_step` of pretrain_llama.py is
-called: at a step the rank records every tensor (training/run/watch/recorder.py), and ends.
+A rank imports the product anew, from its side's checkout. To record a step, the rank replaces
+`train_step` of pretrain_llama.py: at that step it records every tensor
+(training/run/watch/recorder.py), and ends.
 """
 
 import importlib
@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class RunError(Exception):
-    """A run did not end as it should; the text says how."""
+    """A run did not end as it should; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a side runs. tree: the checkout. script: its program, or one that imports it.
+    """The program of a side. tree: the checkout. script: its program, or one that imports it.
 
-    argv: the flags. world: how many ranks.
+    argv: the flags. world: the number of ranks.
     """
 
     tree: Path
@@ -52,9 +52,9 @@ def run(
 ) -> float:
     """Run a program with further flags; return the seconds that it took.
 
-    record: the step to record and to end at. A model's file that is named from a checkout's root is
-    that checkout's, wherever this runs. The ranks' output, and records, come to `folder`. Raises
-    RunError where a rank fails.
+    record: the step to record and to end at. The relative path of a model's file is taken from the
+    checkout's root, whatever the current folder is. The ranks write their output and records to
+    `folder`. Raises RunError if a rank fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -72,9 +72,10 @@ def run(
 
 
 def _own_model(program: Program) -> list[str]:
-    """Return the flag that names the model's file in the checkout, and not where this runs.
+    """Return the flag that names the model's file in the checkout, not in the current folder.
 
-    Without one a run with experts has a file of theirs, and --qk-layernorm refuses the flag.
+    A run without the flag uses model/moe.py if it has experts, else model/llama.py. A run with
+    --qk-layernorm alone cannot have the flag.
     """
     given = {word.partition("=")[0].replace("_", "-") for word in program.argv}
     name = "model/moe.py" if "--num-experts" in given else "model/llama.py"
@@ -90,7 +91,7 @@ def _own_model(program: Program) -> list[str]:
 
 
 def _why(folder: Path, ended: Sequence[Ended], limit: float) -> str:
-    """Say why a run failed: by the first rank that printed an error, else by how each ended."""
+    """Return why a run failed: the error of the first rank with one, else how each rank ended."""
     for rank, each in enumerate(ended):
         path = folder / f"err.{rank}"
         errors = path.read_text().strip().splitlines() if each.code and path.is_file() else []
@@ -102,7 +103,7 @@ def _why(folder: Path, ended: Sequence[Ended], limit: float) -> str:
 def _be_rank(
     program: Program, folder: Path, record: int, port: int, rank: int, tell: Tell
 ) -> None:
-    """Run one rank in this process, which was started for it."""
+    """Run one rank in this process, which was started for that."""
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)
     argv = list(program.argv)
@@ -124,14 +125,14 @@ def _be_rank(
 
 
 def _record_at(program: Any, number: int, folder: Path) -> None:
-    """Let train_step record one step, write what a replay says of it, and end the rank."""
-    file = ROOT / "training" / "run" / "watch" / "recorder.py"  # what it imports is the run's own
+    """Replace train_step by one that records a step, writes step.json, and ends the rank."""
+    file = ROOT / "training" / "run" / "watch" / "recorder.py"  # it imports the run's own modules
     spec = importlib.util.spec_from_file_location("weft_recorder", file)
     assert spec is not None and spec.loader is not None
     recorder: Any = importlib.util.module_from_spec(spec)
     sys.modules["weft_recorder"] = recorder
     spec.loader.exec_module(recorder)
-    take, leave = program.train_step, os._exit  # later as_process takes os._exit(0) for a fault
+    take, leave = program.train_step, os._exit  # later os._exit(0) counts as a fault: as_process
 
     rates: dict[int, float] = {}
 
@@ -141,7 +142,7 @@ def _record_at(program: Any, number: int, folder: Path) -> None:
             return take(run, batches, lr, decoupled_lr)
         file = run.config.model.model_file
         names = program.load_model_file(file).hf_names(run.model)
-        run.sink.check = None  # of the first gradients: what it refuses is to be recorded
+        run.sink.check = None  # of the first gradients: also record a step that it would refuse
         step = recorder.recorded(take, names, folder / "record", file)
         began = time.monotonic()
         loss, norm, _ = step(run, batches, lr, decoupled_lr)
@@ -153,7 +154,7 @@ def _record_at(program: Any, number: int, folder: Path) -> None:
         }  # fmt: skip
         if run.grid.rank == 0:
             (folder / "record" / "step.json").write_text(json.dumps(recorded))
-        program.sum_in_order(loss.detach().double(), run.grid.world)  # all have written
+        program.sum_in_order(loss.detach().double(), run.grid.world)  # wait for all ranks
         sys.stdout.flush()
         sys.stderr.flush()
         leave(0)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take from a run's folder the command line that it records, which anybody may have written.
+"""Read the command line that a run's folder records, which is untrusted.
 
-Such a run is made again with what its flags say of numbers, and with nothing else. A Python file
-that it names is code: only those of this program's model/ are run, and one that the user names.
-Flags that say where to write are left out, in whatever spelling, and so is a flag that starts
-another program. A value must be one that its flag may have.
+Such a run is replayed only with the flags that affect its computation. A Python file that it names
+is code: only those of this program's model/ are run, or one that the user names. Flags for output
+paths are left out, in any spelling, and so are flags that start another program. A value must be
+valid for its flag.
 """
 
 import sys
@@ -22,12 +22,12 @@ READ = {  # flags that name a file or directory which a run reads
     "--load", "--pretrained-checkpoint", "--branch-from", "--data-args-path", "--data-stages",
     "--tokenizer-model", "--vocab-file", "--merge-file",
 }  # fmt: skip
-UNLIKE = {"log", "rehearse"}  # groups of flags that change no number
+UNLIKE = {"log", "rehearse"}  # groups of flags that do not affect the computation
 OTHER = {"--dry-run", "--wandb-project", "--wandb-exp-name"}
 
 
 def enter(tree: Path) -> None:
-    """Let this process, which was forked for that, import the product of a checkout."""
+    """Make this process, which was forked for that, import the product from a checkout."""
     here = Path(__file__).resolve().parents[2]
     sys.path = [path for path in sys.path if Path(path or ".").resolve() != here]
     sys.path.insert(0, str(tree))
@@ -36,7 +36,7 @@ def enter(tree: Path) -> None:
 
 
 def world_of(found: Any, letter: str) -> int:
-    """Return a recorded number of processes. Raises ValueError for one that is not started."""
+    """Return a recorded number of processes. Raises ValueError if it is out of range."""
     if type(found) is int and 1 <= found <= RANKS:
         return found
     text = f"{found:,}" if type(found) is int else "no number"
@@ -46,10 +46,10 @@ def world_of(found: Any, letter: str) -> int:
 
 
 def flags_of(argv: Sequence[str], tree: Path, letter: str, own: Path | None) -> tuple[str, ...]:
-    """Return the flags of a recorded command line with which its run is made again.
+    """Return the flags of a recorded command line for a replay of its run.
 
-    own: the model's file, where the user names one. Another process reads them, as this one imports
-    no checkout. Raises ValueError, which says what stands against it.
+    own: the model's file, if the user names one. Another process parses the flags, as this one must
+    not import a checkout. Raises ValueError, with the reason, if the run cannot be replayed.
     """
     if len(argv) > WORDS or any(len(word) > LONGEST for word in argv):
         raise ValueError("its command line is longer than one can be")
@@ -85,7 +85,7 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
         extra = getattr(load_model_file(str(own)), "extra_args_provider", None)
         own_names = build_parser(extra).own_names
     found, known = foreign.in_our_words(argv, own_names), flag_table.live_flags()
-    for use in found.accepted:  # they change no number, and a rule may ask for them
+    for use in found.accepted:  # they have no effect on values, and a rule may require them
         kept += use.words
     for name, values in _groups(found.words):
         if name in own_names:
@@ -117,9 +117,7 @@ def _groups(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
-    """Return a flag's values. Raises ValueError for one that it may not have, or for a flag among
-    them.
-    """
+    """Return a flag's values. Raises ValueError if one is invalid, or is itself a flag."""
     least, most = {None: (1, 1), "?": (0, 1), 0: (0, 0)}.get(flag.rule.nargs, (0, WORDS))
     if not least <= len(values) <= most:
         raise ValueError(f"{name} has {len(values)} values")

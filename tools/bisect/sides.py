@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a side of a comparison of what the user names: a folder of a run, or a command line.
+"""Build a side of a comparison from the user's argument: a folder of a run, or a command line.
 
 A finished run is read: its digests, log, checkpoints and flags. A command line is run first, with a
 digest of every step, into a folder of this comparison.
@@ -15,7 +15,7 @@ from tools.bisect import recorded
 from tools.bisect.lines import Lines, read
 from tools.bisect.ranks import PROGRAM, ROOT, Program, RunError, run
 
-# flags that say where a run writes or begins, and how many words follow each
+# flags for the output of a run, and the number of values of each
 PLACES = {
     "--save": 1, "--save-interval": 1, "--async-save": 0, "--tensorboard-dir": 1,
     "--wandb-project": 1, "--wandb-exp-name": 1, "--log-json": 1, "--log-digests": 1,
@@ -34,9 +34,9 @@ SIZES = {
 
 @dataclass
 class Named:
-    """A side: what it is called, its program, and what is known of its run.
+    """A side: its letter, the user's argument, its program, and the logs of its run.
 
-    folder: where its files are; ran: it was run for this comparison.
+    folder: has its files. ran: it was run for this comparison.
     """
 
     letter: str
@@ -45,7 +45,7 @@ class Named:
     lines: Lines = field(default_factory=Lines)
     folder: Path | None = None
     ran: bool = False
-    why_not: str = ""  # why it cannot be run again
+    why_not: str = ""  # why it cannot be replayed
 
 
 def without(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
@@ -64,7 +64,7 @@ def without(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag, None where it is not given."""
+    """Return the last value of a flag, None if it is not given."""
     found = None
     for i, word in enumerate(argv):
         name, has, value = word.partition("=")
@@ -74,7 +74,7 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is such a folder; a command line is too long for a name."""
+    """Return whether a folder exists; a command line may be too long for a path."""
     try:
         return path.is_dir()
     except OSError:
@@ -92,8 +92,8 @@ def named(
 ) -> Named:
     """Return the side that a text names: a folder, or a command line.
 
-    like: the other side, whose flags are taken where the text is empty. model_file: what a folder's
-    run may use besides the files of model/. Raises ValueError.
+    like: the other side, whose flags are used if the text is empty. model_file: a file that a
+    folder's run may use besides those of model/. Raises ValueError.
     """
     folder = Path(text)
     if text and is_folder(folder):
@@ -110,7 +110,7 @@ def named(
         except ValueError as error:
             side.why_not = str(error)
         else:
-            if value_of(flags, "--data-path") is not None:  # not next to the data
+            if value_of(flags, "--data-path") is not None:  # do not write next to the data
                 flags = (*flags, "--data-cache-path", str(work / "cache"))
             side.program = Program(tree, tree / PROGRAM, flags, world)
         return side
@@ -150,7 +150,7 @@ def _program(words: Sequence[str], tree: Path, ranks: int | None) -> Program:
 
 
 def _launched(before: Sequence[str]) -> str | None:
-    """Return how many ranks a launcher's words say."""
+    """Return the number of ranks in a launcher's words."""
     for word in before:
         name, _, value = word.partition("=")
         if name == "WORLD_SIZE":
@@ -168,9 +168,9 @@ def _least(argv: Sequence[str]) -> int:
 
 
 def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
-    """Run a command line with digests of every step, and read what it wrote.
+    """Run a command line with digests of every step, and read its logs.
 
-    Returns how it failed in a step, or "". Raises RunError where it began none.
+    Returns the failure of a step, or "". Raises RunError if it began no step.
     """
     assert side.program is not None
     folder = work / f"run-{side.letter}"
@@ -180,7 +180,7 @@ def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
     more = ["--log-json", str(folder / "log.jsonl"), "--log-interval", "1", "--log-digests", "1"]
     if count and count != total:
         more += ["--exit-interval", str(count)]
-    if count > 10:  # a replay then has a start that is near
+    if count > 10:  # so that a replay has a checkpoint nearby
         more += ["--save", str(folder / "saved"), "--save-interval", str(-(-count // 8))]
     try:
         run(replace(side.program, argv=tuple(argv)), folder, more, limit=limit)

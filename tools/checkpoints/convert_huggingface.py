@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a Hugging Face Llama to a checkpoint, or a checkpoint to a Hugging Face directory.
 
-One tensor is in memory at a time. What is written is complete or absent.
+One tensor is in memory at a time. The output is complete or absent.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def expected_tensors(file: ModelFile, config: LlamaConfig) -> dict[str, tuple[in
 
 
 def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every tensor of the model is there in its shape."""
+    """Raise ValueError unless every tensor of the model exists with its shape."""
     found.known_as(expected)
     for name, shape in expected.items():
         if name not in found.index:
@@ -57,7 +57,7 @@ def import_hf(
 ) -> Path:
     """Write a Hugging Face directory as a checkpoint of step 0; return the new directory.
 
-    own: the file of a fork, here and in `export_hf`. progress: counts what is written.
+    own: the file of a fork, here and in `export_hf`. progress: counts the written bytes.
     """
     found = open_newest(source, hashed=False, flag="--from-hf", own=own)
     if not isinstance(found, HuggingFaceDirectory):
@@ -95,7 +95,7 @@ def export_hf(
     own: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the newest whole checkpoint as a Hugging Face directory; return what was read."""
+    """Write the newest whole checkpoint as a Hugging Face directory; return the directory read."""
     refuse("--to-hf", target, empty, "an empty directory")
     refuse_to_save(target, "--to-hf")
     progress = progress or Progress()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a checkpoint for the tools, and write it again."""
+"""Open checkpoints for the tools, and rewrite them."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -51,10 +51,10 @@ def open_newest(
 ) -> Checkpoint:
     """Open a step's directory, the newest whole step of a run, or a Hugging Face directory.
 
-    hashed: hash every file first and pass over a damaged checkpoint, as a resume does.
-    finite: pass over one that holds a value that is not, too.
-    flag: what named `place`, for messages. own: a fork's file.
-    Raises CheckpointError where there is none.
+    hashed: hash every file first and skip a damaged checkpoint, as a resume does.
+    finite: also skip one that contains a non-finite value.
+    flag: the flag that named `place`, for messages. own: a fork's file.
+    Raises CheckpointError if there is none.
     """
 
     def suits(found: Checkpoint) -> None:
@@ -89,9 +89,9 @@ def counted(pieces: Iterable[NamedPiece], progress: Progress) -> list[NamedPiece
 def save_new(root: Path, pieces: Iterable[NamedPiece], progress: Progress, **words: Any) -> Path:
     """Save a checkpoint in a run's directory that has none, under its lock; return its path.
 
-    pieces: fetched when they are written, which progress counts. words: the others of `save`.
-    Raises ValueError where there are checkpoints, as a resume could not tell whose is whose, where
-    the directory is of another program, and where a run writes there.
+    pieces: fetched when they are written, which progress counts. words: other arguments of `save`.
+    Raises ValueError if there are checkpoints already, as a resume could not tell them apart, if
+    the directory belongs to another program, or if a run is writing there.
     """
     refuse_to_save(root, "--save")
     if root.is_dir() and candidates(root, None, "--save")[0]:
@@ -105,7 +105,7 @@ def save_new(root: Path, pieces: Iterable[NamedPiece], progress: Progress, **wor
 
 
 def consolidate(place: Path, root: Path, file_bytes: int, progress: Progress) -> tuple[Path, Path]:
-    """Write the newest whole checkpoint again as one writer would have: whole tensors, few files.
+    """Rewrite the newest whole checkpoint as one writer would have: whole tensors, few files.
 
     Return the directories read and written. Raises CheckpointError, SaveError, ValueError.
     """

@@ -16,7 +16,7 @@ from training.run.waiting import Progress
 
 BLOCK = 1 << 20  # elements of each side in memory
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # same bits, by bytes an element
-OF_A_SAVE = ("layout", "torch_version")  # keys that say who wrote it, not what; not compared
+OF_A_SAVE = ("layout", "torch_version")  # keys about the writer, not the contents: not compared
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def compare_states(a: Checkpoint, b: Checkpoint) -> list[tuple[str, Any, Any]]:
 def compare_tensors(
     a: Checkpoint, b: Checkpoint, name: str, rooms: Sequence[Room]
 ) -> Difference | None:
-    """Compare a tensor that both have in one shape; return None where it is equal.
+    """Compare a tensor that both have with the same shape; return None if it is equal.
 
-    Equal is to the bit, or between two dtypes in value.
+    Equal means bit for bit, or equal in value between two dtypes.
     """
     shape = a.index[name]["shape"]
     dtypes = [BY_NAME[side.index[name]["dtype"]] for side in (a, b)]
@@ -106,7 +106,7 @@ def read(side: Checkpoint, name: str, starts: tuple[int, ...], target: Tensor) -
 
 
 def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool, progress: Progress) -> Iterator[str]:
-    """Yield a line for each difference, and at the end one that sums up, where there are any.
+    """Yield a line for each difference, and a summary at the end if there are any.
 
     progress: counts the tensors.
     """

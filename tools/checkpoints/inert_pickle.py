@@ -4,8 +4,8 @@
 Where unpickling would look up a class or a function and call it, this makes a Record of its name
 and arguments. Names of classes that no checkpoint has, and opcodes that none needs, are refused.
 
-A pickle may name a part twice, so that a few hundred bytes stand for a tree that no memory holds.
-What is returned is small as a tree, too: whoever walks, compares or prints it is done soon.
+A pickle may refer to a part several times, so that a few hundred bytes describe a tree that exceeds
+any memory. The size of the result as a tree is limited, so it is cheap to walk, compare or print.
 """
 
 import io
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# What torch, torch.distributed.checkpoint and megatron-core put into a checkpoint's metadata.
+# Names that torch, torch.distributed.checkpoint and megatron-core put into a checkpoint's metadata.
 KNOWN = re.compile(
     r"torch\.(\w+Storage|Size|u?int\d+|float\d+(_\w+)?|bfloat16|bool|strided)"
     r"|torch\.storage\.\w+Storage|torch\._utils\._rebuild_tensor_v[23]|torch\.device"
@@ -26,7 +26,7 @@ KNOWN = re.compile(
     r"|collections\.OrderedDict|pathlib\.(_local\.)?(Pure)?PosixPath"
 )
 CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-ANY = re.compile(r"[\w.<>]+")  # for a pickle of which only some numbers are looked at
+ANY = re.compile(r"[\w.<>]+")  # for a pickle of which only some numbers are read
 LITERAL = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"}
 LITERAL |= {"SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
 PUT, GET = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
@@ -35,15 +35,15 @@ OPCODES = {*LITERAL, *CONSTANT, *PUT, *GET, *TUPLES, "TUPLE", "MARK", "MEMOIZE",
 OPCODES |= {"EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS"}
 OPCODES |= {"STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "BINPERSID", "STOP", "PROTO", "FRAME"}
 CODES = {opcode.code: opcode for opcode in pickletools.opcodes}
-BITS = 512  # most of an integer; the count of a run's floating-point operations has about 90
-DEPTH = 64  # most levels of what is in one another
-PER_BYTE = 16  # most parts of the tree for a byte of the pickle
+BITS = 512  # most bits of an integer; the count of a run's floating-point operations has about 90
+DEPTH = 64  # most levels of nesting
+PER_BYTE = 16  # most parts of the tree per byte of the pickle
 _MARK = object()
 
 
 @dataclass(eq=False)
 class Record:
-    """What would have been an object. name: of its class or function. state: set after that."""
+    """Represents an object. name: of its class or function. state: that of BUILD, if any."""
 
     name: str
     args: Any = None  # None: the class or function itself
@@ -51,15 +51,15 @@ class Record:
 
 
 class Table(list[tuple[Any, Any]]):
-    """What would have been a dict: (key, value) pairs. Keys may be Records."""
+    """Represents a dict, as (key, value) pairs. Keys may be Records."""
 
     def named(self) -> dict[str, Any]:
-        """Return the pairs whose keys are texts."""
+        """Return the pairs whose keys are strings, as a dict."""
         return {key: value for key, value in self if isinstance(key, str)}
 
 
 def shown(value: Any) -> str:
-    """Return a value in a few words, for a message: of most containers the kind and length."""
+    """Return a short description of a value; of most containers, the type and length."""
     if isinstance(value, Record):
         return f"a {value.name[:80]}"
     if isinstance(value, (str, bytes)):
@@ -72,7 +72,7 @@ def shown(value: Any) -> str:
 
 
 def read_inert(data: bytes, known: re.Pattern[str] = KNOWN) -> Any:
-    """Return what a pickle describes. Raises ValueError for what is none, or is not a
+    """Return the contents of a pickle. Raises ValueError if it is not valid, or is not a
     checkpoint's: it names a class that is not `known`, has an integer of more than BITS, or is
     larger or deeper than PER_BYTE and DEPTH allow."""
     try:
@@ -84,10 +84,10 @@ def read_inert(data: bytes, known: re.Pattern[str] = KNOWN) -> Any:
 
 
 def _size(value: Any, level: int, most: int, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return how many parts and levels a value at a level has, as a tree.
+    """Return the numbers of parts and levels of a value at a level, as a tree.
 
-    sizes: of the values that were looked at, by id. Raises ValueError for more than `most` parts or
-    DEPTH levels, of which a value that holds itself has no end.
+    sizes: results so far, by the value's id. Raises ValueError for more than `most` parts or DEPTH
+    levels, which a value that contains itself exceeds.
     """
     if id(value) not in sizes and level <= DEPTH:
         count = levels = 1
@@ -108,7 +108,7 @@ def _size(value: Any, level: int, most: int, sizes: dict[int, tuple[int, int]]) 
 def _opcodes(data: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the opcodes with their arguments, up to the end. Raises ValueError.
 
-    An opcode is known before its argument is looked at.
+    An unknown opcode is refused before its argument is read.
     """
     stream = io.BytesIO(data)
     while code := stream.read(1):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take a run over from Megatron: weights, AdamW's state, and how far it is, unpickling nothing.
+"""Import a run from Megatron: weights, AdamW's state and progress, without unpickling.
 
-The directory is read by torch_dist.py, its names by mcore_names.py, the optimizer's state by
-mcore_state.py. The model's sizes come from a Hugging Face config.json; of common.pt the iteration,
-the samples consumed, the optimizer's step and those arguments are taken that a resume compares.
-Not opened: _extra_state, states of random numbers.
+torch_dist.py reads the directory, mcore_names.py maps its names, mcore_state.py reads the
+optimizer's state. The model's sizes come from a Hugging Face config.json; the iteration, the
+samples consumed, the optimizer's step and the arguments that a resume compares come from common.pt.
+_extra_state and random states are not read.
 """
 
 import math
@@ -42,7 +42,7 @@ from training.run.waiting import Progress
 from training.settings.arguments import SETTINGS
 from training.settings.setting import SWITCH, Number, Rule
 
-# Megatron's arguments that state.json takes over, by the part of the config that has them.
+# Megatron's arguments that are copied to state.json, by the part of the config that has them.
 ARGUMENTS = {
     "run": "seed",
     "model": "seq_length",
@@ -52,7 +52,7 @@ ARGUMENTS = {
         lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_decay_iters lr_decay_samples
         lr_warmup_init""",
 }
-# in the name of a tensor of experts, of their router or of a shared expert
+# matches the name of a tensor of experts, of their router or of a shared expert
 EXPERT = re.compile(r"\.mlp\.(router|experts|shared_experts)\.")
 
 
@@ -66,10 +66,9 @@ def import_mcore(
 ) -> Path:
     """Write a Megatron checkpoint as one of ours; return its directory.
 
-    It is of Megatron's iteration, with the samples that were consumed. Where common.pt does not say
-    these, it is of step 0, without the optimizer's state, and a line (`note`) says so. A common.pt
-    that is not there or damaged raises CheckpointError, unless the weights alone are wanted (not
-    `with_optimizer`).
+    It has Megatron's iteration and consumed samples. If common.pt lacks these, the checkpoint is of
+    step 0, without the optimizer's state, and `note` prints a line about that. A missing or damaged
+    common.pt raises CheckpointError, unless only the weights are wanted (not `with_optimizer`).
 
     hf: a directory with the model's config.json and, if there are any, its tokenizer's files.
     Raises CheckpointError and ValueError.
@@ -131,15 +130,15 @@ def _model(foreign: dict[str, Any]) -> tuple[ModelFile, LlamaConfig]:
 
 
 def _settings(args: dict[str, Any], model_file: str) -> dict[str, Any]:
-    """Return the settings of Megatron's run that a resume compares or may take over.
+    """Return the settings of Megatron's run that a resume compares or may use.
 
-    Raises ValueError for an argument whose value is not one that its flag may have.
+    Raises ValueError for an argument whose value is not valid for its flag.
     """
     found: dict[str, Any] = {"model.model_file": f"model/{Path(model_file).name}"}
     for part, keys in ARGUMENTS.items():
         for key in keys.split():
             value = args.get(key)
-            # a flag that was left out is None
+            # a flag that was not given is None
             known = key in args or part == "optimizer" or key.startswith("train_")
             if known and isinstance(value, (int, float, str, type(None))):
                 if value is not None and not fits(value, SETTINGS[f"{part}.{key}"].rule):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand a run over to Megatron: a torch_dist checkpoint that its load_checkpoint goes on from.
+"""Export a run to Megatron: a torch_dist checkpoint from which its load_checkpoint resumes.
 
-Weights, AdamW's state, iteration, consumed samples and learning-rate schedule, in megatron-core's
-names (mcore_names.py), at no particular layout: Megatron reads it at any tp, pp and dp. The
-optimizer's state is in the form fully_reshardable, and the same bytes also have the names that the
-optimizers have which are not distributed. One tensor is in memory at a time.
+It has weights, AdamW's state, iteration, consumed samples and learning-rate schedule, under
+megatron-core's names (mcore_names.py) and independent of the layout: Megatron reads it at any tp,
+pp and dp. The optimizer's state is in the form fully_reshardable, and the same bytes are also
+listed under the names of optimizers that are not distributed. One tensor is in memory at a time.
 
-common.pt and .metadata are pickles, as Megatron asks; torch writes them, of plain numbers, strings
-and torch's own metadata classes. Nothing is unpickled here.
+common.pt and .metadata are pickles, as Megatron requires; torch writes them from plain numbers,
+strings and torch's own metadata classes. Nothing is unpickled here.
 """
 
 import json
@@ -55,10 +55,10 @@ from training.run.waiting import Progress
 from training.settings.arguments import SETTINGS
 
 FILE_BYTES = 4 << 30
-MARK = "weft_export"  # a key of common.pt, of which Megatron reads those that it knows
+MARK = "weft_export"  # a key of common.pt; Megatron ignores unknown keys
 UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]+")
 WRITES = re.compile(r"__0_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json")
-# modules of a layer whose _extra_state Megatron asks for; None is what one without float8 has
+# modules of a layer whose _extra_state Megatron requires; without float8 its value is None
 EXTRA = ("self_attention.core_attention", QKV, FC1, *(n[: -len(".weight")] for n in (PROJ, FC2)))
 
 
@@ -77,7 +77,7 @@ class Parts:
         self.files += 1
 
     def add(self, value: Any, *names: MetadataIndex) -> None:
-        """Write an archive, which is then found under each of the names."""
+        """Write an archive, and list it under each of the names."""
         if self._file.tell() >= FILE_BYTES:
             self.close()
             self._open()
@@ -98,8 +98,8 @@ def export_mcore(
 ) -> tuple[Path, Path]:
     """Write the newest whole checkpoint for Megatron; return the directories read and made.
 
-    What is written is complete or absent. Raises CheckpointError, SaveError, and ValueError for
-    what Megatron's dense Llama or its Adam cannot hold.
+    The output is complete or absent. Raises CheckpointError, SaveError, and ValueError for contents
+    that Megatron's dense Llama or its Adam does not have.
     """
     storage_info()  # before anything is read or written
     progress = progress or Progress()
@@ -150,11 +150,11 @@ def _write(
     with_state: bool,
     progress: Progress,
 ) -> None:
-    """Write the directory aside, give it its name, and name it in LATEST. Raises SaveError.
+    """Write the directory under a temporary name, rename it, and name it in LATEST.
 
-    common: what common.pt holds.
+    common: the contents of common.pt. Raises SaveError.
     """
-    for left in root.iterdir():  # by a kill
+    for left in root.iterdir():  # by a killed export
         files = plain_files(left) if UNFINISHED.fullmatch(left.name) else None
         if files is not None and all(WRITES.fullmatch(name) for name in files):
             shutil.rmtree(left, ignore_errors=True)
@@ -173,7 +173,7 @@ def _write(
         shutil.rmtree(aside, ignore_errors=True)  # this call made it
         if isinstance(error, OSError):
             raise SaveError(f"{made}: it was not written: {error}") from None
-        if isinstance(error, RuntimeError):  # of torch.save, whose words are a line of C++
+        if isinstance(error, RuntimeError):  # of torch.save, whose message is a line of C++
             why = f"torch.save wrote a part of it, and {free:,} bytes were free there"
             raise SaveError(f"{made}: it was not written: {why}") from None
         raise
@@ -185,7 +185,7 @@ def _write(
 
 
 def _is_ours(latest: Path) -> bool:
-    """Return whether LATEST names an iteration that this command wrote: common.pt says so."""
+    """Return whether LATEST names an iteration that this command wrote, by MARK in common.pt."""
     try:
         common = latest.parent / f"iter_{int(read_plain(latest, 20)):07d}" / COMMON
         return MARK.encode() in read_plain(common, 1 << 26)
@@ -194,7 +194,11 @@ def _is_ours(latest: Path) -> bool:
 
 
 def _check_state(found: Checkpoint, names: Names) -> bool:
-    """Return whether there is AdamW's state. Raises ValueError where there is another one."""
+    """Return whether there is AdamW's state of all parameters.
+
+    Raises ValueError for the state of another optimizer, and for other weights than a dense
+    Llama's.
+    """
     kinds = {
         name.rpartition(".")[2] for name in found.index if is_state(name, found.index)
     } - {"amax_history"}  # fmt: skip
@@ -254,7 +258,7 @@ def _write_tensors(
 
 
 def _extra_states(names: Names) -> Iterator[str]:
-    """Yield the keys of the _extra_states that Megatron asks for."""
+    """Yield the keys of the _extra_states that Megatron requires."""
     count = names.config.num_layers
     norms = [n.removesuffix(".weight") for n in names.inside if n.endswith("_layernorm.weight")]
     for module in (*EXTRA, *norms):
@@ -272,7 +276,7 @@ def _read(found: Checkpoint, name: str, kind: str) -> Tensor:
 
 
 def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[str, Any]:
-    """Return what common.pt holds."""
+    """Return the contents of common.pt."""
     state, settings = found.state, {**found.state.get("config", {}), **_taken(found)}
     iteration, consumed = (
         _state_of(found, n, default=0) for n in ("iteration", "consumed_samples")
@@ -350,7 +354,7 @@ def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[st
 
 
 def _taken(found: Checkpoint) -> dict[str, Any]:
-    """Return the settings of the run that Megatron's arguments have. Raises ValueError."""
+    """Return the run's settings that are also arguments of Megatron. Raises ValueError."""
     settings = found.state.get("config", {})
     names = [f"{part}.{key}" for part, keys in ARGUMENTS.items() for key in keys.split()]
     taken = {name: settings[name] for name in names if settings.get(name) is not None}
@@ -362,7 +366,7 @@ def _taken(found: Checkpoint) -> dict[str, Any]:
 
 
 def _state_of(found: Checkpoint, name: str, *, default: Any = None) -> Any:
-    """Return a number of a run's state. Raises ValueError where it is not there, or is none."""
+    """Return a number of a run's state. Raises ValueError if it is missing or not a number."""
     value = found.state.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{found.directory}: state.json: {name} is not a number")

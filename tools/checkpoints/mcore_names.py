@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say how megatron-core holds the tensors of a Llama: fused, interleaved, padded.
+"""Map the tensors of a Llama to those of megatron-core: fused, interleaved, padded.
 
-In Megatron's tensors a query group's q, k and v stand side by side, gate and up one after another;
-the vocabulary is padded. A layer's norms have the names that Transformer Engine's fused layers give
-them, whichever layers were used.
+In Megatron's tensors a query group's q, k and v are adjacent, and up follows gate; the vocabulary
+is padded. A layer's norms have the names that Transformer Engine's fused layers give them,
+whichever layers were used.
 """
 
 from collections.abc import Callable
@@ -56,10 +56,10 @@ class Theirs:
 
 
 class Names:
-    """Both tables of names of one model, and how the values of one become those of the other.
+    """Both tables of names of one model, and the conversion of values between them.
 
-    shapes: {canonical name: shape}. Raises ValueError where megatron-core's dense Llama has no such
-    tensor.
+    shapes: {canonical name: shape}. Raises ValueError for a tensor that megatron-core's dense Llama
+    does not have.
     """
 
     def __init__(self, file: ModelFile, config: LlamaConfig) -> None:
@@ -108,7 +108,7 @@ class Names:
         return fused.reshape(shape).contiguous()
 
     def fused(self, theirs: Theirs, read: Callable[[str], Tensor]) -> Tensor:
-        """Return a parameter's values from canonical tensors, which `read` gives by name."""
+        """Return a parameter's values from canonical tensors, which `read` returns by name."""
         if theirs.layer is None:
             return read(next(name for name, inside in TOP.items() if inside == theirs.inside))
         layer = f"{OURS}{theirs.layer}."

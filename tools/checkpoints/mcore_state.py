@@ -4,13 +4,14 @@
     model space   optimizer.state.KIND.PARAMETER, shaped as the parameter: optimizers that are not
                   distributed, and the distributed one's fully_reshardable (megatron-core 0.14 on)
     flattened     the same names; a parameter that is cut into a grid of blocks is a tensor
-                  [blocks..., numbers of a block]: fully_sharded_model_space (0.5 to 0.13)
+                  [blocks..., elements of a block]: fully_sharded_model_space (0.5 to 0.13)
     buckets       optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_I.KIND: the
                   distributed optimizer's flat memory, dp_reshardable (0.14 on)
 
-Buckets name no parameter. Their order is that of the modules, backwards, each parameter at a
-multiple of 64 numbers; the layers of a pipeline stage follow from the sizes. What is found is held
-against the weights: each master must round to its weight, else the import is refused.
+Buckets do not name their parameters. Their order is the reverse order of the modules, with each
+parameter at a multiple of 64 elements; the layers of a pipeline stage follow from the sizes. The
+result is checked against the weights: each master must round to its weight, else the import is
+refused.
 """
 
 import re
@@ -49,13 +50,13 @@ BUCKET = re.compile(
 GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_[0-9]{1,9}\.optimizer/shard_0_1")
 MASTERS = ("fp32_param", "param")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ALIGNED = 64  # numbers: where a parameter may begin in the flat memory
+ALIGNED = 64  # elements: a parameter begins at a multiple of this in the flat memory
 BLOCKS = 1 << 16  # most blocks that a parameter's state is cut into
 WEIGHTS_ALONE = "take the weights alone with --no-load-optim"
 
 
 class Weights:
-    """The weights of a checkpoint. Raises CheckpointError where they are another model's."""
+    """The weights of a checkpoint. Raises CheckpointError if they belong to another model."""
 
     def __init__(self, found: McoreCheckpoint, names: Names) -> None:
         self.found, self.names = found, names
@@ -149,7 +150,7 @@ class Weights:
         return target
 
     def padding(self) -> int:
-        """Return how many rows of the embedding are padding."""
+        """Return the number of rows of the embedding that are padding."""
         return self.found.index[TOP[EMBEDDING]].shape[0] - self.names.shapes[EMBEDDING][0]
 
 
@@ -214,14 +215,14 @@ class ModelSpace(State):
         return self.weights.read(theirs, f"optimizer.state.{self.kinds[kind]}.")
 
 
-Flat = Callable[[str, int, int, int], Tensor]  # (kind, bucket, first, count) -> numbers
+Flat = Callable[[str, int, int, int], Tensor]  # (kind, bucket, first, count) -> elements
 
 
 class Memory(State):
-    """State as it lies in the distributed optimizer's flat memory.
+    """State in the layout of the distributed optimizer's flat memory.
 
-    One row of buckets a rank of tp x pp and a chunk of its model: `sizes` in numbers, and `flat`,
-    which reads a range of them.
+    There is one row of buckets for each rank of tp x pp and chunk of its model: `sizes` has their
+    sizes in elements, and `flat` reads a range of them.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ class Memory(State):
         return shape[0] // self.tp, *shape[1:]
 
     def _stage(self, stage: int, layers: range, order: list[str]) -> list[Theirs | None]:
-        """Return the parameters of a stage, backwards; None is its copy of a tied embedding."""
+        """Return the parameters of a stage, reversed; None is its copy of a tied embedding."""
         names = self.weights.names
         found: list[Theirs | None] = []
         if stage == 0:
@@ -301,7 +302,7 @@ class Memory(State):
         return found[::-1]
 
     def _places(self, fused: bool) -> dict[tuple[str, int], tuple[int, int, int, int]] | None:
-        """Return {(parameter, tp rank): (group, buffer, bucket, first)}, or None: it does not fit.
+        """Return {(parameter, tp rank): (group, buffer, bucket, first)}, or None if none fits.
 
         A stage has as many layers as its buckets have room for.
         """
@@ -333,7 +334,7 @@ class Memory(State):
         return places if layer == names.config.num_layers else None
 
     def _probe(self) -> list[Theirs]:
-        """Return the parameters by which the two orders of a layer differ."""
+        """Return parameters whose places differ in the two orders of a layer."""
         inside = self.weights.names.inside
         return [Theirs(n, 0, inside[n]) for n in (PROJ, f"{QKV}.layer_norm_weight")]
 
@@ -356,9 +357,9 @@ class Memory(State):
 
 
 def pack(counts: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return the (bucket, first) of parameters of these counts, or None: they do not fill them.
+    """Return the (bucket, first) of parameters of these counts, or None if they do not fill them.
 
-    As in core/distributed/param_and_grad_buffer.py: each begins at a multiple of 64.
+    As in core/distributed/param_and_grad_buffer.py, each begins at a multiple of 64.
     """
     places, bucket, end = list[tuple[int, int]](), 0, 0
     for count in counts:
@@ -410,9 +411,9 @@ def _buckets(weights: Weights) -> Memory:
 
 
 def state_of(weights: Weights) -> State | None:
-    """Return the optimizer's state, or None where the checkpoint has none.
+    """Return the optimizer's state, or None if the checkpoint has none.
 
-    Raises CheckpointError where it is not AdamW's, or cannot be told.
+    Raises CheckpointError if it is not AdamW's, or its form is not known.
     """
     found = weights.found
     own = [key for key in (*found.index, *found.objects) if OPTIMIZER.match(key)]
@@ -457,7 +458,7 @@ def steps_of(found: McoreCheckpoint) -> int:
 
 
 def _collect(archive: Archive, value: Any, counts: set[float]) -> None:
-    """Add what is under "step" or "common_step" in tables."""
+    """Add the numbers under "step" or "common_step" in nested tables."""
     if isinstance(value, Table):
         for key, inner in value:
             if key in ("step", "common_step") and inner is not None:

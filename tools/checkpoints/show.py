@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the checkpoints of a run, verify them, and show what is in one of them."""
+"""List the checkpoints of a run, verify them, and show the contents of one."""
 
 import re
 import time
@@ -40,9 +40,9 @@ def saved_at(directory: Path) -> str:
 
 
 def list_steps(root: Path) -> Iterator[str]:
-    """Yield a table of the checkpoints under `root`, and whether their files have their sizes.
+    """Yield a table of the checkpoints under `root`; their files are checked by size.
 
-    Those of --keep-best have their losses, too.
+    Checkpoints of --keep-best have their losses, too.
     """
     losses = {name: evaluation for name, (_, evaluation) in evaluations(root).items()}
     in_order = sorted(losses, key=lambda name: (losses[name].loss, name), reverse=True)
@@ -75,7 +75,7 @@ def list_steps(root: Path) -> Iterator[str]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Return the names of what killed saves and removals left."""
+    """Return the names of unfinished saves and removals that were killed."""
     names = (path.name for path in root.iterdir())
     return sorted(name for name in names if UNFINISHED.fullmatch(name) or TRASH.fullmatch(name))
 
@@ -86,7 +86,7 @@ def bytes_of(found: Checkpoint) -> int:
 
 
 def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
-    """Hash every file of each checkpoint, read its header and look for values that are not finite.
+    """Hash every file of each checkpoint, read its header and look for non-finite values.
 
     Yield (whether it is whole, a line about it).
     """

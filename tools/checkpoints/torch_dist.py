@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a directory of torch.distributed.checkpoint as megatron-core lays it out, as data.
+"""Read megatron-core's directory of torch.distributed.checkpoint, as data.
 
     iter_0000500/metadata.json     names the format, torch_dist
-    iter_0000500/.metadata         a pickle: each tensor's shape, and where its parts lie
+    iter_0000500/.metadata         a pickle: each tensor's shape, and the places of its parts
     iter_0000500/__R_W.distcp      those parts, one after another, each an archive of torch.save
-    iter_0000500/common.pt         a pickle: the run's arguments, how far it is, hyperparameters
+    iter_0000500/common.pt         a pickle: the run's arguments, its progress, hyperparameters
 
 All are read as data (inert_pickle.py). An object is an archive whose pickle describes more than one
-tensor: what ranks of megatron-core store besides the tensors that they share.
+tensor: ranks of megatron-core store such objects besides the tensors that they share.
 """
 
 import io
@@ -81,7 +81,7 @@ def is_count(value: Any) -> bool:
 
 
 def size_of(record: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size. Raises ValueError."""
+    """Return the dimensions of a torch.Size. Raises ValueError."""
     if isinstance(record, Record) and record.name == "torch.Size" and len(record.args) == 1:
         (numbers,) = record.args
         if isinstance(numbers, tuple) and len(numbers) <= 8 and all(map(is_count, numbers)):
@@ -97,9 +97,9 @@ def dtype_of(tensor: str, record: Any) -> torch.dtype:
 
 
 def read_index(data: bytes, accepts: Callable[[str], bool]) -> tuple[Index, dict[str, Part]]:
-    """Return the tensors that a .metadata lists, and where its objects lie; `wanted` ones.
+    """Return the tensors that a .metadata lists, and the places of its objects.
 
-    Raises ValueError.
+    accepts: returns whether a name is wanted. Raises ValueError.
     """
     top = read_inert(data)
     if not isinstance(top, Record) or not top.name.endswith(".metadata.Metadata"):
@@ -150,7 +150,7 @@ def _place(name: str, place: dict[str, Any]) -> Place:
 
 @contextmanager
 def _sound() -> Iterator[None]:
-    """Raise ValueError for what zipfile raises where an archive is damaged, or made to harm."""
+    """Raise ValueError for errors of zipfile, where an archive is damaged or malicious."""
     try:
         yield
     except BROKEN as error:
@@ -158,10 +158,10 @@ def _sound() -> Iterator[None]:
 
 
 class Archive:
-    """An archive of torch.save that is read as data: what it describes, a number, a tensor.
+    """An archive of torch.save that is read as data: its pickle, a number, a tensor.
 
-    start, length: the bytes of the file that it takes; length None: all of it. known: the classes
-    that it may name. Raises ValueError, as its methods do.
+    start, length: its bytes in the file; length None: up to the end. known: the classes that it may
+    name. Raises ValueError, as its methods do.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Archive:
             self.top = read_inert(self._member("data.pkl", PICKLE), known)
 
     def _info(self, name: str) -> zipfile.ZipInfo:
-        """Return a member that is there as it is, as torch.save writes all."""
+        """Return a member that is neither compressed nor encrypted, as torch.save writes all."""
         info = self._members[name]
         if info.flag_bits & 1:
             raise ValueError(f"its {name} is encrypted, as torch.save never does")
@@ -189,7 +189,7 @@ class Archive:
         return info
 
     def _member(self, name: str, most: int) -> bytes:
-        """Return the bytes of a member, whose checksum is compared."""
+        """Return the bytes of a member, whose checksum is verified."""
         info = self._info(name)
         if info.file_size > most:
             raise ValueError(f"its {name} has {info.file_size:,} bytes of at most {most:,}")
@@ -233,7 +233,7 @@ class Archive:
         return first, shape, strides, dtypes[dtype], f"data/{where[2]}"
 
     def whole(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-        """Return the one tensor that the archive holds, whose dtype and sizes are known."""
+        """Return the only tensor of the archive, which must have this dtype and these sizes."""
         first, shape, strides, found, key = self._storage(self.top)
         if found != dtype or shape != sizes:
             raise ValueError(f"it holds {found} {list(shape)}, not {dtype} {list(sizes)}")
@@ -284,7 +284,7 @@ class Window(io.RawIOBase):
 class McoreCheckpoint:
     """An iteration's directory. Raises CheckpointError naming the file.
 
-    index: its tensors. objects: where the other things lie. with_optimizer: the optimizer's too.
+    index: its tensors. objects: the places of its objects. with_optimizer: the optimizer's too.
     """
 
     def __init__(self, place: Path, with_optimizer: bool = False) -> None:
@@ -320,11 +320,11 @@ class McoreCheckpoint:
 
     @cached_property
     def common(self) -> Archive:
-        """Open common.pt: what ranks share. Raises CheckpointError."""
+        """Open common.pt, the data that all ranks share. Raises CheckpointError."""
         return self._open(self.directory / COMMON, 0, None)
 
     def has_common(self) -> bool:
-        """Return whether common.pt is there and can be read."""
+        """Return whether common.pt exists and can be read."""
         try:
             self.common  # noqa: B018
         except CheckpointError:
@@ -343,7 +343,7 @@ class McoreCheckpoint:
             raise CheckpointError(f"{path}: {error}") from None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the run's arguments that common.pt has, as data. Raises CheckpointError."""
+        """Return the run's arguments in common.pt, as data. Raises CheckpointError."""
         try:
             found: dict[str, Any] = self.common.top.named()["args"].state.named()
         except (LookupError, AttributeError):
@@ -384,7 +384,7 @@ class McoreCheckpoint:
         )
 
     def _without_format(self, there: dict[str, int]) -> CheckpointError:
-        """Return what a directory without metadata.json is."""
+        """Return the error for a directory without metadata.json."""
         parts = [size for name, size in there.items() if DISTCP.fullmatch(name)]
         saves = sorted(name for name in there if ITERATION.fullmatch(name))
         if parts or METADATA in there:
@@ -456,7 +456,7 @@ class McoreCheckpoint:
         return torch.empty(sizes, dtype=stored.dtype) if target is None else target
 
     def _check_lengths(self, name: str) -> None:
-        """Raise CheckpointError where a tensor's parts are too short for what they should hold."""
+        """Raise CheckpointError if a part of a tensor has too few bytes for its sizes."""
         stored = self.index[name]
         for part in stored.parts:
             need = prod(part.sizes) * stored.dtype.itemsize
@@ -468,12 +468,12 @@ class McoreCheckpoint:
 
 
 def within(corner: tuple[int, ...], box: tuple[tuple[int, ...], ...]) -> tuple[slice, ...]:
-    """Return where a rectangle (starts, sizes) lies in one that begins at `corner`."""
+    """Return the slices of a rectangle (starts, sizes) in one that begins at `corner`."""
     return tuple(slice(a - c, a - c + n) for c, a, n in zip(corner, *box, strict=True))
 
 
 def newest(place: Path) -> Path:
-    """Return an iteration's directory: `place`, or the one that the file next to it names."""
+    """Return an iteration's directory: `place`, or the one that the file LATEST in it names."""
     if not (place / LATEST).exists():
         return place
     with open_plain(place / LATEST) as file:

@@ -2,7 +2,7 @@
 """Make a mixture of experts of a dense model: every expert is a copy of its MLP.
 
 A token's weights add up to 1 and its experts are equal, so the first loss is the dense model's,
-whatever the router says (Komatsuzaki et al. 2022, Sparse upcycling, arXiv:2212.05055).
+whatever the router chooses (Komatsuzaki et al. 2022, Sparse upcycling, arXiv:2212.05055).
 """
 
 from dataclasses import fields, replace
@@ -86,7 +86,7 @@ def upcycle(
 def drawn(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int
 ) -> NamedPiece:
-    """Return a router's weight, as a new run draws it."""
+    """Return a router's weight, drawn as in a new run."""
 
     def fetch() -> Tensor:
         weight = nn.Parameter(torch.empty(shape, dtype=dtype))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two recorded steps, tensor by tensor in the order of the step: which differs first?
+"""Compare two recorded steps, tensor by tensor in the order of the step, up to a difference.
 
     batch -> weights and state before -> forward -> loss -> backward, each weight's own gradient
     when it is complete -> sums over ranks -> gradient norm -> learning rate -> weights after
 
-What two layouts allow (docs/numerics.md): equal bits, or a distance by the dtype, in fp64, and what
-the step makes of the distance of the weights that it begins with. What both sides begin a run with,
-the batch and the weights, has equal bits in any layout.
+The tolerance between two layouts (docs/numerics.md) is equal bits, or a distance that depends on
+the dtype, plus the growth during the step of the distance of the weights with which it begins.
+Distances are computed in fp64. The batch and the weights with which both sides begin a run have
+equal bits in any layout.
 """
 
 import math
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from tools.compare.join import JoinedTensor, Key, Part, Side, distance
 
-# by how much of its norm a tensor may differ where sums have another order
+# how much a tensor may differ, relative to its norm, where sums have another order
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-# by how many times the distance of the weights a step's tensors may be apart, and its loss and norm
+# times the distance of the weights: how far a step's tensors, and its loss and norm, may be apart
 GROWS, GROWS_ALL = 120.0, 20.0
-FLOOR = 1e-4  # a tensor smaller than that part of the largest of its kind counts as so large
+FLOOR = 1e-4  # a tensor's norm counts as at least this fraction of the largest of its kind
 WEIGHTS = ("weight", "master")
-# settings with which bits change, as numerics.md says; every other setting keeps them
+# settings that change bits, according to numerics.md; every other setting keeps them
 OF_THE_LAYOUT = (
     "parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
     "parallel.context_parallel_size", "parallel.cp_comm_type", "parallel.world_size",
@@ -36,22 +37,22 @@ OF_THE_LAYOUT = (
 
 
 def after_rounding(gradient: float) -> float:
-    """Return how far two updates of Adam are apart, of their norm, whose gradients nearly agree.
+    """Return the relative distance of two updates of Adam whose gradients nearly agree.
 
-    gradient: how far these are apart, of their norm. Early updates have the sign of an element: an
-    error e turns it where an element is smaller than e, which is so for about e of them, and for
-    all of those whose gradient is mere rounding.
+    gradient: the relative distance of the gradients. An early update is the sign of each element:
+    an error e flips it where an element is smaller than e, which are a fraction of about e of the
+    elements, and all elements whose gradient is mere rounding.
     """
     return 2 * math.sqrt(gradient)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What two sides may differ by.
+    """The allowed differences of two sides.
 
-    exact: equal bits are due. begins: equal bits of what the step begins with, as both have loaded
-    it, or drawn it. distances: else, by how much of their norm the weights may differ that it
-    begins with, by name; "" of all others. why: in words.
+    exact: bits must be equal. begins: bits of the state with which the step begins must be equal,
+    as both sides have loaded it, or drawn it. distances: otherwise {name: relative distance that a
+    weight may have at the beginning}; "": of all others. why: in words.
     """
 
     exact: bool
@@ -68,7 +69,7 @@ class Difference:
     one: Any  # whole tensor of the first side, or a number
     other: Any  # the same of the second side
     error: float
-    # of both sides: what line and module are taken from
+    # of both sides: they have the line and the module
     parts: tuple[list[Part], list[Part]] = field(default_factory=lambda: ([], []))
     tensor: str = ""  # the canonical name of a parameter's tensor
     replicas: bool = False  # the tp ranks of the other side differ among themselves, and should not
@@ -76,7 +77,7 @@ class Difference:
 
     @property
     def site(self) -> str:
-        """Return file:line of the program where the tensor was taken or given."""
+        """Return file:line of the program where the tensor was an input or output."""
         for parts in self.parts[::-1]:
             for part in parts:
                 if part.entry.get("site"):
@@ -86,10 +87,10 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What a comparison found: the first difference, or None; and how much was compared.
+    """The result of a comparison: the first difference, or None; and the number of comparisons.
 
-    errors: the largest distance by kind of tensor, of its norm, where bits may differ. weights: how
-    far apart the step leaves each weight, by name.
+    errors: the largest relative distance by kind of tensor, where bits may differ. weights: {name:
+    relative distance of a weight after the step}.
     """
 
     first: Difference | None
@@ -100,7 +101,7 @@ class Comparison:
 
 
 def compare(one: Side, other: Side, allowed: Allowed, to_end: bool = False) -> Comparison:
-    """Return the first difference between two sides. to_end: measure what follows it, too."""
+    """Return the first difference between two sides. to_end: measure the later tensors, too."""
     found = Comparison(None)
     comparer = _Comparer(one, other, allowed, found)
     for step in STEPS:
@@ -112,21 +113,21 @@ def compare(one: Side, other: Side, allowed: Allowed, to_end: bool = False) -> C
 
 
 class _Comparer:
-    """Two sides and what they may differ by; counts what is compared."""
+    """Compares two sides within their tolerances, and counts the comparisons."""
 
     def __init__(self, one: Side, other: Side, allowed: Allowed, found: Comparison) -> None:
         self.one, self.other, self.allowed, self.found = one, other, allowed, found
         self.sizes: dict[tuple[str, str], float] = {}  # the largest norm of a kind
         self.dtypes = {one.dtype, other.dtype}  # a gradient is as exact as these
-        self.begin = _Far()  # of the weights that the step begins with
+        self.begin = _Far()  # of the weights with which the step begins
         self.gradient = _Far()
-        self.gradients: dict[str, float] = {}  # how far single ones are apart
+        self.gradients: dict[str, float] = {}  # relative distances of single ones
 
     def limit(self, *tensors: Tensor, begin: float | None = None) -> float:
-        """Return what tensors may differ by, where bits may, of their norm.
+        """Return the relative tolerance of tensors whose bits may differ.
 
-        begin: by how much more they may than the dtype says; None: by what the step makes of the
-        distance of the weights that it begins with.
+        begin: the tolerance beyond that of the dtype; None: the growth during the step of the
+        distance of the weights with which it begins.
         """
         dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors} | self.dtypes
         more = GROWS * self.begin.share if begin is None else begin
@@ -135,7 +136,10 @@ class _Comparer:
     def unlike(
         self, key: Key, a: Tensor, b: Tensor, exact: bool, begin: float | None = None
     ) -> float:
-        """Return by how much two tensors differ beyond what is allowed, or 0. begin: of `limit`."""
+        """Return the relative distance of two tensors if it is not allowed, else 0.
+
+        begin: see `limit`.
+        """
         self.found.compared += 1
         if exact:
             return 0.0 if same_bits(a, b) else max(distance(a, b), 1e-300)
@@ -155,8 +159,9 @@ class _Comparer:
         begin: float | None = None,
         parts: tuple[list[Part], list[Part]] | None = None,
     ) -> Iterator[Difference]:
-        """Yield the difference of two whole tensors, if there is one: of the sides, of the replicas
-        of the other side, or that no rank there has a part of it. parts: if not all of the key.
+        """Yield the difference of two whole tensors, if there is one: between the sides, between
+        the replicas of the other side, or a part that no rank of the other side has. parts: if not
+        all of the key.
         """
         error = self.unlike(key, one.values, other.values, exact, begin)
         limit = 0.0 if exact else self.limit(other.values, begin=begin)
@@ -169,11 +174,11 @@ class _Comparer:
             )  # fmt: skip
 
     def note(self, kind: str, error: float) -> None:
-        """Keep the largest distance of a kind."""
+        """Record the largest distance of a kind."""
         self.found.errors[kind] = max(error, self.found.errors.get(kind, 0.0))
 
     def keys(self, chosen: Callable[[Key], bool]) -> Iterator[Key]:
-        """Yield the keys that both sides have, in the order of the step; note the others."""
+        """Yield the keys that both sides have, in the order of the step; record the others."""
         every = dict.fromkeys([*self.one.parts, *self.other.parts])
         both = [k for k in every if k in self.one.parts and k in self.other.parts and chosen(k)]
         self.found.left_out += [k for k in every if chosen(k) and k not in both]
@@ -185,7 +190,7 @@ class _Comparer:
 
 
 class _Far:
-    """How far tensors of a kind are apart, all of them together."""
+    """The distance of all tensors of a kind together."""
 
     def __init__(self) -> None:
         self.off = self.size = 0.0
@@ -198,7 +203,7 @@ class _Far:
 
     @property
     def share(self) -> float:
-        """Return the distance of all, of their norm."""
+        """Return the distance of all, relative to their norm."""
         return math.sqrt(self.off / self.size) if self.size else 0.0
 
 
@@ -258,7 +263,7 @@ def _of_parameter(
 
 
 def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float | None:
-    """Return by how much more than by its dtype a weight may differ; None for what is no weight."""
+    """Return a weight's tolerance beyond that of its dtype; None if the key is not of weights."""
     if key.kind not in WEIGHTS:
         return None
     distances = comparer.allowed.distances
@@ -272,7 +277,7 @@ def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float
 
 
 def _note(comparer: _Comparer, key: Key, name: str, a: Tensor, b: Tensor) -> None:
-    """Add what the step begins with, and its gradients, to what later tolerances stand on."""
+    """Record distances of weights and gradients, on which later tolerances depend."""
     if key.kind in WEIGHTS and key.phase == "before":
         comparer.begin.add(a, b)
     elif key.kind in WEIGHTS:
@@ -290,7 +295,7 @@ def _before(comparer: _Comparer) -> Iterator[Difference]:
 
 
 def _of_one_side(comparer: _Comparer, kind: str, when: str = "") -> Iterator[Difference]:
-    """Yield a difference for each parameter of which one side alone has a tensor of a kind."""
+    """Yield a difference for each parameter of which only one side has a tensor of a kind."""
     of = ("parameter", kind, when)
     for key in _alone(comparer, lambda k: (k.group, k.kind, k.phase) == of):
         here, there = (key in side.parts for side in (comparer.one, comparer.other))
@@ -298,7 +303,7 @@ def _of_one_side(comparer: _Comparer, kind: str, when: str = "") -> Iterator[Dif
 
 
 def _alone(comparer: _Comparer, chosen: Callable[[Key], bool]) -> list[Key]:
-    """Return the keys that one side alone has."""
+    """Return the keys that only one side has."""
     ours, theirs = comparer.one.parts, comparer.other.parts
     return [k for k in {**ours, **theirs} if chosen(k) and not (k in ours and k in theirs)]
 
@@ -328,15 +333,15 @@ def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
             yield Difference(key, a, b, float("inf"), pair)
         elif len({part.entry["stage"] for part in comparer.one.parts[key]}) == 1:
             yield from _by_rank(comparer, key)
-        else:  # the model itself, of which each stage gives something else
+        else:  # the model itself, whose stages have different outputs
             comparer.found.left_out.append(key)
         return
     yield from comparer.differ(key, one, other, comparer.allowed.exact)
 
 
 def _by_rank(comparer: _Comparer, key: Key) -> Iterator[Difference]:
-    """Compare what each rank has, where the sides have the same ranks: of a collective, or of a
-    tensor without places of its own, such as the rows of an expert.
+    """Compare each rank's tensors, if the sides have the same ranks: those of a collective, or
+    those that have no places in the batch, such as the rows of an expert.
     """
     ours, theirs = (
         {(p.rank, p.entry["micro_batch"]): p for p in parts} for parts in comparer.pair(key)
@@ -392,7 +397,7 @@ def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
 
 
 def _backward(comparer: _Comparer) -> Iterator[Difference]:
-    """Gradients of activations and of weights, as they come; recomputed forwards in between."""
+    """Compare gradients of activations and weights in their order, with recomputed forwards."""
     kinds = ("activation", "collective")
     keys = list(comparer.keys(lambda k: k.group in kinds and k.phase != "forward"))
     own = list(comparer.keys(lambda k: k.group == "parameter" and k.kind == "own gradient"))
@@ -423,13 +428,13 @@ STEPS = (
 
 
 def allowed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Allowed:
-    """Return what two runs may differ by, from all their settings by dotted name."""
+    """Return the allowed differences of two runs, from all their settings by dotted name."""
     unlike = [name for name in OF_THE_LAYOUT if one.get(name) != other.get(name)]
     zero = "parallel.zero_stage"
     each = [side.get("parallel.zero_reduce_each_microbatch") for side in (one, other)]
     if any(each) and one.get(zero) != other.get(zero):
         unlike.append(zero)
-    if "parallel.world_size" in unlike:  # it may differ by pipeline ranks alone
+    if "parallel.world_size" in unlike:  # only the number of pipeline ranks may differ
         stages = "parallel.pipeline_model_parallel_size"
         ranks = [side.get("parallel.world_size", 1) // side.get(stages, 1) for side in (one, other)]
         if ranks[0] == ranks[1]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the ranks of one run recorded of a step, and put each tensor together from its parts.
+"""Read the records of a step of all ranks of one run, and assemble each tensor from its parts.
 
-A parameter's parts are placed by the rectangles that the record names (Placement.pieces). Those of
-an activation are placed by tokens, [samples, positions, ...], and over tp by the region that the
-layer states: whole on each rank, a part of the sequence, or a part of the features. Where a layer
-states none, the shape of the other side says it.
+A parameter's parts are placed by the rectangles in the record (Placement.pieces). Those of an
+activation are placed by tokens, [samples, positions, ...], and over tp by the region that the layer
+declares: whole on each rank, a part of the sequence, or a part of the features. If a layer declares
+none, it is derived from the shape on the other side.
 
 Nothing of the product is imported: a record may be of another commit.
 """
@@ -29,13 +29,13 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (
 
 
 class Key(NamedTuple):
-    """Which quantity of a step: the same on both sides."""
+    """Identifies a quantity of a step, in the same way on both sides."""
 
     group: str  # batch, parameter, activation, collective
     kind: str
     name: str
     phase: str = ""
-    item: int = 0  # among the tensors that a module takes or gives
+    item: int = 0  # among the inputs or outputs of a module
     call: int = 1
     more: str = ""  # of a collective: verb and axis
 
@@ -62,17 +62,16 @@ class Part:
 
     @property
     def tp(self) -> tuple[int, int]:
-        """Return the rank's place over tp, and the number of ranks there."""
+        """Return the rank's index in tp, and the size of tp."""
         rank, size = self.axes["tp"]
         return rank, size
 
 
 @dataclass
 class JoinedTensor:
-    """A tensor put together. replicas: what each tp rank has, where each should have all of it.
+    """An assembled tensor. replicas: the tensor of each tp rank, if each should have all of it.
 
-    values: of rank 0, or of all ranks' parts. distances: by how much of the norm replicas differ.
-    missing: which part of it no rank has, in words.
+    values: of rank 0, or of all ranks' parts. missing: the part that no rank has, in words.
     """
 
     values: Tensor
@@ -81,7 +80,7 @@ class JoinedTensor:
 
     @property
     def distances(self) -> float:
-        """Return how far replicas are apart, by the norm."""
+        """Return the largest distance of the replicas, relative to the norm."""
         if len(self.replicas) < 2:
             return 0.0
         first = self.replicas[0].double()
@@ -89,9 +88,9 @@ class JoinedTensor:
 
 
 def distance(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of a difference over the larger norm, at least `floor`: 0 where both are 0.
+    """Return the norm of a difference over the larger norm, at least `floor`: 0 if both are 0.
 
-    NaN on one side alone is infinity.
+    The result is infinity if a value is finite on one side only, or the shapes differ.
     """
     if one.shape != other.shape:
         return float("inf")
@@ -108,8 +107,8 @@ class Side:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: dict[Key, list[Part]] = defaultdict(list)
-        self.order: dict[Key, tuple[Any, ...]] = {}  # where in the step a key comes first
-        self.ready: dict[str, tuple[Any, ...]] = {}  # when a parameter has its whole gradient
+        self.order: dict[Key, tuple[Any, ...]] = {}  # the first place of a key in the step
+        self.ready: dict[str, tuple[Any, ...]] = {}  # the place at which a gradient is complete
         self.numbers: dict[str, float] = {}
         self.sizes: dict[str, int] = {}
         self.places: dict[tuple[int, int], Tensor] = {}  # by rank and micro-batch [b, s/cp]
@@ -173,7 +172,7 @@ class Side:
     # activations
 
     def activation(self, key: Key, like: Sequence[int] | None = None) -> JoinedTensor | None:
-        """Put an activation together: [samples, positions, ...]; None where it cannot be.
+        """Assemble an activation: [samples, positions, ...]; None if that is not possible.
 
         like: the shape of the other side's whole tensor, if that is known.
         """
@@ -188,7 +187,7 @@ class Side:
         if any(grid is None for grid in grids.values()) or len(grids) != size:
             return None
         placed = [grid for _, grid in sorted(grids.items()) if grid is not None]
-        if all(cut for _, cut, _ in placed) and size > 1:  # each has other tokens of the rows
+        if all(cut for _, cut, _ in placed) and size > 1:  # the ranks have different tokens
             values = placed[0][0].clone()
             for tensor, _, seen in placed[1:]:
                 values[seen] = tensor[seen]
@@ -199,9 +198,9 @@ class Side:
         return joined(each, first.get("region", ""), first.get("sections", ()), like)
 
     def _tokens(self, parts: Sequence[Part]) -> tuple[Tensor, bool, Tensor] | None:
-        """Place one tp rank's parts of all micro-batches: (tensor, sequence is cut, which tokens).
+        """Place one tp rank's parts of all micro-batches: (tensor, sequence is cut, its tokens).
 
-        None where the tensor has no tokens.
+        None if the tensor has no tokens.
         """
         out: Tensor | None = None
         seen = torch.zeros(self.rows, self.length, dtype=torch.bool)
@@ -241,7 +240,7 @@ class Side:
     # parameters
 
     def parameter(self, key: Key) -> dict[str, JoinedTensor]:
-        """Put a parameter's weight, state, or summed gradient together, by canonical name."""
+        """Assemble a parameter's weight, state, or summed gradient, by canonical name."""
         return _placed(_locals(self.parts.get(key, [])))
 
     def whole(self, kind: str, when: str = "") -> dict[str, Tensor]:
@@ -250,7 +249,7 @@ class Side:
         return {name: x.values for key in keys for name, x in self.parameter(key).items()}
 
     def own_total(self, key: Key) -> dict[str, JoinedTensor]:
-        """Add the ranks' own gradients, in fp64, as the placement says that they are to be."""
+        """Sum the ranks' own gradients, in fp64, over the ranks that the placement defines."""
         added: dict[tuple[Any, ...], tuple[Part, Tensor]] = {}
         for part in self.parts.get(key, []):
             entry = part.entry
@@ -275,10 +274,10 @@ def joined(
     sections: Sequence[Sequence[int]],
     like: Sequence[int] | None,
 ) -> JoinedTensor | None:
-    """Join what the tp ranks have of the same tokens: each [samples, positions, ...].
+    """Join the tp ranks' tensors of the same tokens: each [samples, positions, ...].
 
-    like: the shape of the whole; None where it is not known: features are then taken to be cut
-    where the layer says so. None where no way of joining has that shape.
+    like: the shape of the whole; None if it is not known: features are then assumed to be cut if
+    the layer declares that. Returns None if no way of joining has that shape.
     """
     shape, size = list(each[0].shape), len(each)
     if sections:
@@ -316,7 +315,7 @@ def _section(each: Sequence[Tensor], low: int, full: int, local: int) -> Tensor:
 
 
 def _locals(parts: Iterable[Part]) -> dict[tuple[Any, ...], tuple[Part, Tensor]]:
-    """Put each local parameter together from the shards that its data-parallel ranks own."""
+    """Assemble each local parameter from the shards that its data-parallel ranks own."""
     found: dict[tuple[Any, ...], tuple[Part, Tensor]] = {}
     for part in parts:
         entry, values = part.entry, part.values().flatten()
@@ -355,7 +354,7 @@ def _placed(parts: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, J
 
 
 def _missing(held: Tensor, dim: int) -> str:
-    """Say from where on along a dimension no rank holds a tensor, or return ""."""
+    """Return from which row on, along a dimension, no rank holds a tensor, in words, or ""."""
     if held.all():
         return ""
     first = int((~held).nonzero()[0])
@@ -376,6 +375,6 @@ def _key(entry: Mapping[str, Any]) -> Key:
 
 
 def _when(entry: Mapping[str, Any], number: int, backward: bool) -> tuple[Any, ...]:
-    """Return what sorts entries of a phase: by stage, then as they came."""
+    """Return the sort key of an entry in its phase: micro-batch, stage, place in the record."""
     stage = entry.get("stage", 0)
     return (entry.get("micro_batch", 0), -stage if backward else stage, number)

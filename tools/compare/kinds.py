@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise of which kind a difference is: a sum that is missing, a flipped bit, another order, ...
+"""Recognise the kind of a difference: a missing sum, a flipped bit, another order, ...
 
-Each function here looks at the two whole tensors, or at what single ranks have of the other side's.
+Each function here looks at the two whole tensors, or at the single ranks' parts of the other one.
 """
 
 import math
@@ -14,21 +14,21 @@ from torch import Tensor
 from tools.compare.first_difference import TOLERANCE, Difference
 from tools.compare.join import INSIDE, Side, distance
 
-SURE = 50.0  # times the tolerance: as near as that a guess is taken for right
-ADDING = ("tp", "cp")  # axes whose ranks may add what a module gives
+SURE = 50.0  # times the tolerance: a guess that is as near as that is accepted
+ADDING = ("tp", "cp")  # axes over which a module's outputs may be summed
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind in a few words, and the clause that says it of this case."""
+    """A kind in a few words, and a clause that describes this case."""
 
     name: str
     text: str
 
 
 def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
-    """Return the kind of a difference, or None where none fits."""
+    """Return the kind of a difference, or None if none fits."""
     a, b = found.one, found.other
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return _of_numbers(found)
@@ -56,7 +56,7 @@ Near = Callable[[Tensor, Tensor], bool]
 
 
 def _near(a: Tensor, b: Tensor, one: Side, other: Side) -> Near:
-    """Return what says whether two tensors are the same, by the dtype of these or of the runs."""
+    """Return a function that compares two tensors, with a tolerance by their or the runs' dtype."""
     names = [str(x.dtype).removeprefix("torch.") for x in (a, b)] + [one.dtype, other.dtype]
     limit = max(TOLERANCE.get(name, 0.0) for name in names)
     limit = min(SURE * limit, 0.05)
@@ -86,7 +86,7 @@ def _of_shapes(a: Sequence[int], b: Sequence[int], other: Side) -> Kind:
 
 
 def _of_batch(a: Tensor, b: Tensor, first: int, name: str) -> Kind:
-    """Say which samples of the batch differ, and whether they are others or in another order.
+    """Return which samples of the batch differ, and whether they are others or in another order.
 
     first: the number of the batch's first sample. name: tokens, labels, loss_mask or position_ids.
     """
@@ -99,7 +99,7 @@ def _of_batch(a: Tensor, b: Tensor, first: int, name: str) -> Kind:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Write a few numbers: 3; 0 to 3; 1, 4 and 6."""
+    """Return a few numbers as text: 3; 0 to 3; 1, 4 and 6."""
     if len(values) > 2 and list(values) == list(range(values[0], values[-1] + 1)):
         return f"{values[0]} to {values[-1]}"
     shown = [str(v) for v in values[:4]] + ["..."] * (len(values) > 4)
@@ -128,7 +128,7 @@ def _flipped(a: Tensor, b: Tensor) -> Kind | None:
 
 
 def _missing(found: Difference, near: Near) -> Kind | None:
-    """Ranks that should have the same: do their parts add up to it?"""
+    """Return the kind if ranks differ that should be equal, such as parts of a missing sum."""
     joined = found.joined_tensors[1]
     if joined is None or len(joined.replicas) < 2 or joined.distances == 0:
         return None
@@ -175,7 +175,7 @@ def _scaled(found: Difference, one: Side, other: Side, near: Near) -> Kind | Non
 
 
 def _shifted(found: Difference, other: Side, near: Near) -> Kind | None:
-    """Whether an activation [samples, positions, ...] is off by one vector at every token."""
+    """Return the kind if an activation [samples, positions, ...] is off by a constant vector."""
     size = other.sizes["tp"]
     if found.key.group != "activation" or found.one.dim() < 3 or size == 1:
         return None
@@ -197,7 +197,7 @@ def _rounded(a: Tensor, b: Tensor) -> Kind | None:
 
 
 def _order(a: Tensor, b: Tensor) -> Kind | None:
-    """Whether a difference is as small as that of sums in another order."""
+    """Return the kind if a difference is as small as that of sums in another order."""
     if a.dtype != b.dtype or a.dtype not in EPS:
         return None
     error, eps = distance(a, b), EPS[a.dtype]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start ranks on this machine, and wait until all have ended.
 
-A rank is a new process, forked from a server that has imported torch once. Where it stands when its
-time is over is written to a file.
+A rank is a new process, forked from a server that has imported torch once. At its time limit it
+writes its stack to a file.
 """
 
 import faulthandler
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from mpu.torch_private import COMPILER
 
-GRACE = 5.0  # seconds for the other ranks to say why, too, when one has failed
-Tell = Callable[[Any], None]  # hands over a rank's answer
+GRACE = 5.0  # seconds for the other ranks to answer, after one has failed
+Tell = Callable[[Any], None]  # sends a rank's answer
 
 
 class Ended(NamedTuple):
-    """How a rank ended: what it told, if anything, and its exit code; None: it was killed."""
+    """How a rank ended: its answer, if any, and its exit code; None: it was killed."""
 
     answer: Any
     code: int | None
@@ -35,12 +35,12 @@ def launch(
     limit: float,
     modules: Sequence[str] = (),
 ) -> list[Ended]:
-    """Let `count` processes run work(rank, tell); return how each ended.
+    """Run work(rank, tell) in `count` processes; return how each ended.
 
-    work: a function that other processes find by its name. An error of it, and an exit code that is
-    not 0, are failures: the other ranks then have GRACE seconds. limit: seconds for the work, after
-    which a rank writes its stack to `folder` and ends. modules: what the server imports besides
-    torch and its compiler, which optimizers import when they are made, in seconds.
+    work: a function that other processes can find by its name. If it raises, or exits with another
+    code than 0, the other ranks have GRACE seconds. limit: seconds for the work, after which a rank
+    writes its stack to `folder` and ends. modules: to be imported by the server, besides torch and
+    its compiler, which an optimizer would otherwise import, in seconds.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.forkserver_start", __name__, *modules, COMPILER])
@@ -56,7 +56,7 @@ def launch(
             there.close()
             ranks.append((process, here))
         for _, pipe in ranks:
-            _received(pipe)  # it has begun: the first ones wait for what the server imports
+            _received(pipe)  # it has begun: the first ones wait for the server's imports
         deadline = time.monotonic() + limit + GRACE
         while running := {p.sentinel: p for p, _ in ranks if p.exitcode is None}:
             silent = [pipe for _, pipe in ranks if pipe not in answers]
@@ -80,7 +80,7 @@ def launch(
 
 
 def _received(pipe: Connection) -> Any:
-    """Return what a rank has told, None where it ended without a word."""
+    """Return a rank's answer, None if it ended without one."""
     with suppress(EOFError, OSError):
         return pipe.recv()
     return None
@@ -89,7 +89,7 @@ def _received(pipe: Connection) -> Any:
 def _rank(
     rank: int, work: Callable[[int, Tell], None], pipe: Connection, log: Path, limit: float
 ) -> None:
-    """Be one rank."""
+    """Run one rank in this process."""
     pipe.send(None)
     with open(log, "w") as file:
         faulthandler.dump_traceback_later(limit, exit=True, file=file)
@@ -98,14 +98,14 @@ def _rank(
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank that hangs says where."""
+    """Return the file to which a hanging rank writes its stack."""
     return folder / f"stack.{rank}"
 
 
 def where(ended: Sequence[Ended], folder: Path, limit: float, model: str = "") -> str:
-    """Say how ranks ended that told nothing, and where those stood that hung.
+    """Return how ranks ended that sent no answer, and where hanging ranks were, in words.
 
-    limit: the seconds that they had. model: a file whose line is named where a rank is in it; else
+    limit: the seconds that they had. model: a file whose line is returned if a rank is in it; else
     it is the line that waits for others.
     """
     places = []
@@ -125,7 +125,7 @@ def where(ended: Sequence[Ended], folder: Path, limit: float, model: str = "") -
 
 
 def _code(code: int, limit: float, hung: bool) -> str:
-    """Say how a process ended."""
+    """Return how a process ended, in words."""
     if code < 0:
         return f"signal {-code} ({signal.strsignal(-code)})"
     return f"it took longer than {limit:.0f} s" if hung else f"exit code {code}"

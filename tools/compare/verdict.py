@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in one sentence which tensor of a step differs first, where, how far, and of which kind."""
+"""Describe in one sentence which tensor of a step differs first, where, how far, and how."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ PHASES = {"forward": "forward", "recompute": "recomputation", "backward": "backw
 
 @dataclass
 class Verdict:
-    """What a comparison of a step says. sentence: for people; the rest for programs.
+    """The verdict on a step. sentence: for people; the rest for programs.
 
     name: of the module or the canonical tensor. error: the norm of the difference over the norm.
     """
@@ -33,15 +33,15 @@ class Verdict:
     error: float = 0.0
     compared: int = 0
     left_out: list[str] = field(default_factory=list)
-    begins: bool = False  # it is a tensor that the step begins with, and no batch
+    begins: bool = False  # it is a tensor with which the step begins, and not the batch
 
     def json(self) -> dict[str, Any]:
-        """Return it as JSON's types."""
+        """Return the verdict as types of JSON."""
         return asdict(self)
 
 
 def verdict_of(one: Side, other: Side, allowed: Allowed) -> Verdict:
-    """Compare two recorded steps and say what differs first."""
+    """Compare two recorded steps and return the verdict."""
     return conclude(compare(one, other, allowed), one, other, allowed)
 
 
@@ -74,7 +74,7 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
 
 
 def _tensor(found: Difference, one: Side, other: Side) -> tuple[str, str, str]:
-    """Return what differs in words, its name, and the module that it belongs to."""
+    """Return the difference in words, the tensor's name, and the module that it belongs to."""
     key = found.key
     of = next((p.entry.get("of", "") for parts in found.parts for p in parts), "")
     if key.group == "batch":
@@ -125,7 +125,7 @@ def _far(found: Difference) -> str:
 
 
 def _place(found: Difference, module: str, one: Side) -> str:
-    """Return the line of the program; of a gradient or a weight that of its module's forward."""
+    """Return the line of the program; for a gradient or a weight, that of its module's forward."""
     if found.key.group in ("batch", "number"):
         return ""
     file, _, line = (found.site or one.sites.get(module, "")).rpartition(":")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of lm-evaluation-harness (lm_eval, an optional package) that a Scorer answers for.
+"""A model for lm-evaluation-harness (lm_eval, an optional package), computed by a Scorer.
 
-Texts become tokens as lm_eval's model of transformers makes them: with the token that begins a
-document where the tokenizer begins documents with it. All ranks run the harness side by side, so
-each builds the same requests, and the Scorer shares them out.
+Texts are tokenized as by lm_eval's model for transformers: with the token that begins a document if
+the tokenizer begins documents with it. All ranks run the harness side by side, so each builds the
+same requests, and the Scorer divides them among the replicas.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from tools.evaluator.score import Scorer
 from tools.generate import generate
 from training.data.tokenizer import Tokenizer
 
-NEW_TOKENS = 256  # of a generated answer, where the task does not say
+NEW_TOKENS = 256  # of a generated answer, if the task gives no number
 
 
 def check_installed() -> str:
-    """Return lm_eval's version. Raises ValueError where it is not installed."""
+    """Return lm_eval's version. Raises ValueError if it is not installed."""
     try:
         import lm_eval
     except ImportError as error:
@@ -30,10 +30,10 @@ def check_installed() -> str:
 
 
 def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
-    """Return the harness's task manager, once each task has been made and its data read.
+    """Return the harness's task manager, after making each task and reading its data.
 
-    Raises ValueError for a name that it does not know, and for a task whose data is not here and
-    cannot be downloaded.
+    Raises ValueError for an unknown name, and for a task whose data is neither here nor can be
+    downloaded.
     """
     from lm_eval.tasks import TaskManager, get_task_dict
 
@@ -145,7 +145,7 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """Return what comes before a text: bos, else the end of a document. Raises ValueError."""
+    """Return the token before a text: bos, else the end of a document. Raises ValueError."""
     found = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
     if found is None:
         raise ValueError("the tokenizer has no token that begins or ends a document")
@@ -153,7 +153,7 @@ def first_token(tokenizer: Tokenizer) -> int:
 
 
 def new_tokens(options: dict[str, Any]) -> int:
-    """Return how many tokens a task's options ask for, under any of lm_eval's names."""
+    """Return the number of new tokens in a task's options, under any of lm_eval's names."""
     for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
         if options.get(name) is not None:
             return int(options[name])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-likelihoods of continuations, tensor-parallel in a replica and shared out over replicas.
+"""Log-likelihoods of continuations, tensor-parallel in a replica and divided among replicas.
 
-Every rank is given the same requests. Replica i of n computes every n-th batch, and all ranks
-return all results. Ranks of tp gather the logits of the positions that are asked for, no others.
+Every rank gets the same requests. Replica i of n computes every n-th batch, and all ranks return
+all results. Ranks of tp gather only the logits of the requested positions.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from training.checkpoint.agree import first_error, together
 from training.run.waiting import Progress
 
 Row = tuple[Sequence[int], Sequence[int]]  # ids of a context, at least one, and of a continuation
-POSITIONS = 512  # whose logits over the whole vocabulary are made at once
+POSITIONS = 512  # whose logits over the whole vocabulary are computed at once
 
 
 class Scorer:
@@ -71,15 +71,15 @@ class Scorer:
         return [(found[i][0], bool(found[i][1])) for i in range(len(rows))]
 
     def share(self, work: Sequence[Any], of: Callable[[Any], Any]) -> list[Any]:
-        """Return of(each) for all work, in order, a replica having done every n-th of it.
+        """Return of(each) for all work, in order; each of n replicas computes every n-th item.
 
-        What `of` returns travels as JSON. Raises ValueError, on all ranks, where it fails.
+        The results of `of` are sent as JSON. Raises ValueError, on all ranks, if it fails.
         """
         dp = self.grid.dp
 
         def counted(each: Any) -> Any:
             done = of(each)
-            self.progress.add(dp.size)  # the other replicas are about as far
+            self.progress.add(dp.size)  # the others have done about as much
             return done
 
         outcomes = together(
@@ -93,7 +93,7 @@ class Scorer:
         return [done[i % dp.size][i // dp.size] for i in range(len(work))]
 
     def compare(self, requests: Any) -> None:
-        """Raise ValueError, on all ranks, where they are not all asked for the same."""
+        """Raise ValueError, on all ranks, if their requests differ."""
         digest = hashlib.sha256(json.dumps(requests).encode()).hexdigest()
         every = together(lambda: digest, self.grid.world, self._at(self.grid.world))
         if len({outcome.value for outcome in every}) > 1:
@@ -121,7 +121,7 @@ class Scorer:
                 logits[len(given) - len(new) : len(given), i]
                 for i, (given, new) in enumerate(requests)
             ]
-        )  # [p, V/t]: at each of these places the next token is asked for
+        )  # [p, V/t]: the places of which the next token is requested
         ids = torch.tensor([i for _, new in requests for i in new], device=self.device)  # [p]
         parts = [
             self._of_places(targets[at : at + POSITIONS], ids[at : at + POSITIONS])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of tools/fork_check.py share: a case, what one rank computed, a rank's report."""
+"""Common parts of tools/fork_check.py: a case, the record of one rank, a rank's report."""
 
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,23 +45,23 @@ class Case(NamedTuple):
 
 @dataclass
 class Desk:
-    """What all cases share. model: the file. own: the user's flags. sizes: of every case."""
+    """The common settings of all cases. model: the file. own: the user's flags. sizes: as flags."""
 
     model: str
     folder: str
     sizes: tuple[str, ...]
     own: tuple[str, ...]
-    own_loss: bool = False  # the loss is meant to be another than its logits' cross entropy
+    own_loss: bool = False  # the loss is intentionally not its logits' cross entropy
 
     def record(self, name: str, what: int | str, inside: bool = False) -> Path:
-        """Return where the ranks of a case record the initial weights, or a step.
+        """Return the folder to which the ranks of a case record the initial weights, or a step.
 
-        inside: with what happens inside the model.
+        inside: the record has the tensors inside the model, too.
         """
         return Path(self.folder, "records", name, f"{what}{', inside' * inside}")
 
     def one_rank(self, tied: bool, what: int | str) -> Side:
-        """Return what one rank has recorded."""
+        """Return the record of one rank."""
         return Side(self.record(f"{ONE_RANK}{', tied' * tied}", what))
 
     def config(self, case: Case) -> Config:
@@ -75,7 +75,7 @@ class Desk:
         return parse([*flags, *self.own], case.ranks, own, of_checkpoint)
 
     def refusal(self, case: Case) -> str:
-        """Return why the flags of a layout are refused, where those of one rank are not, or ""."""
+        """Return why the flags of a layout are refused though those of one rank are not, or ""."""
         try:
             self.config(case)
         except UsageError as error:
@@ -85,9 +85,9 @@ class Desk:
 
 @dataclass
 class Report:
-    """What a rank found. findings: (kind, parameter, sentence); errors: the largest of each kind.
+    """A rank's results. findings: (kind, parameter, sentence); errors: the largest of each kind.
 
-    notes: notes that are no mistakes.
+    notes: lines that are not about mistakes.
     """
 
     findings: list[tuple[str, str, str]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Report:
     errors: dict[str, float] = field(default_factory=dict)
 
     def error(self, kind: str, value: float) -> None:
-        """Keep the largest error of a kind; NaN is larger than any."""
+        """Record the largest error of a kind; NaN is larger than any."""
         value = float("inf") if value != value else value
         self.errors[kind] = max(value, self.errors.get(kind, 0.0))
 
@@ -107,7 +107,7 @@ def at_line(frame: traceback.FrameSummary) -> str:
 
 
 def describe_error(error: BaseException, model: str) -> str:
-    """Return an error as a sentence, with the line of the model's file that it comes through."""
+    """Return an error as a sentence, with the line of the model's file in its traceback."""
     if isinstance(error, ModelFileError):
         assert error.__cause__ is not None
         error = error.__cause__
@@ -123,7 +123,7 @@ def describe_error(error: BaseException, model: str) -> str:
 
 
 def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
-    """Yield (name, parameter, piece) of all that this rank holds."""
+    """Yield (name, parameter, piece) of all pieces on this rank."""
     table = load_model_file(run.config.model.model_file).hf_names(run.model)
     for name, param in unique_parameters(run.model):
         for piece in placement_of(param).pieces(table[name]):
@@ -131,7 +131,7 @@ def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
 
 
 def whole(parts: Iterable[tuple[Piece, Tensor]]) -> dict[str, Tensor]:
-    """Return {canonical name: whole tensor} of the pieces that one rank has."""
+    """Return {canonical name: whole tensor} from the pieces of one rank."""
     found: dict[str, Tensor] = {}
     for piece, values in parts:
         full = found.setdefault(piece.name, values.new_zeros(piece.shape))
@@ -202,7 +202,7 @@ def forward(run: LlamaRun, record: Path | None = None) -> float:
 
 
 def record_weights(run: LlamaRun, folder: Path) -> None:
-    """Record the weights as they are."""
+    """Record the current weights."""
     names = load_model_file(run.config.model.model_file).hf_names(run.model)
     with FileRecorder(run, batches_of(run, 0), names, folder, inside=False):
         pass

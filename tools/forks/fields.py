@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vary every field of a model's config, and every field of its config.json: something must react.
+"""Vary every field of a model's config, and every field of its config.json: each must have effect.
 
-A field that from_hf_config drops, or that the model does not read, makes another model of a
-checkpoint without a word.
+If from_hf_config drops a field, or the model does not read it, a checkpoint is silently loaded as
+another model.
 """
 
 import json
@@ -20,18 +20,18 @@ from mpu.gradients import GradientSink
 
 # fields that a config.json does not have: of padding, of initial weights
 OF_THE_RUN = {"make_vocab_size_divisible_by", "width_mult"}
-WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
+WITHOUT_EFFECT = {"max_position_embeddings"}  # on the model's output
 OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
-# the method of Llama that applies a field
+# {field: the method of Llama that applies it}
 APPLIED = {"embedding_mult": "embed", "logits_divisor": "last_norm", "softmax_scale": "rope"}
-SHORT = 12  # tokens that RoPE's scaling begins at, so that it changes the fastest pair, too
-FEW = 5  # tokens of a window that rows of fork-check are longer than
+SHORT = 12  # tokens from which RoPE scales, so that it changes the fastest pair, too
+FEW = 5  # tokens of a window shorter than the rows of fork-check
 MORE_LAYERS = (6, 12)  # than fork-check has, for a pattern of layers that is longer
 Finding = tuple[str, str, str]
 
 
 def others(name: str, value: Any) -> Iterator[Any]:
-    """Yield other values of a field; of sizes those first that mostly divide as they must."""
+    """Yield other values of a field; of sizes, first those that are mostly divisible as needed."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -55,7 +55,7 @@ def model_of(file: ModelFile, config: LlamaConfig) -> Any:
 
 @torch.inference_mode()
 def logits_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | None:
-    """Return the logits of a model with these sizes, or None where there is none."""
+    """Return the logits of a model with these sizes, or None if it cannot be built or run."""
     try:
         model = model_of(file, config)
         for param in model.parameters():
@@ -68,7 +68,7 @@ def logits_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | 
 
 def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[Finding]:
     """Return a finding for each field of ModelConfig that is lost in a config.json or not read, and
-    for each key that hf_config writes and from_hf_config does not look at.
+    for each key that hf_config writes and from_hf_config does not read.
     """
     own = file.ModelConfig.__name__
     try:
@@ -107,8 +107,8 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
 
 
 def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str]:
-    """Return the fields that count tokens, as a window does: more than these do not change what the
-    model computes, and FEW do. tokens [b, s].
+    """Return the fields that count tokens, as a window does: a larger value does not change the
+    logits, and FEW does. tokens [b, s].
     """
     found, base = [], logits_of(file, config, tokens)
     known = {field.name for field in fields(LlamaConfig)}
@@ -126,7 +126,7 @@ def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str
 
 
 def _idle_in_more_layers(file: ModelFile, config: LlamaConfig, name: str, tokens: Tensor) -> bool:
-    """Return whether more layers do not depend on a field either: a pattern may be long."""
+    """Return whether deeper models do not depend on a field either: a pattern may be long."""
     for layers in MORE_LAYERS:
         if layers <= config.num_layers or not _valid(config, "num_layers", layers):
             continue
@@ -140,8 +140,8 @@ def _idle_in_more_layers(file: ModelFile, config: LlamaConfig, name: str, tokens
 
 
 def _replaced(file: ModelFile, name: str) -> str:
-    """Say which method of Llama applies a field, where the fork's does not call it, or what else
-    helps.
+    """Return a clause on the remedy for a field that is not read: to call the method of Llama that
+    applies it, if the fork replaces that method, or else to read or refuse the field.
     """
     method = APPLIED.get(name, "")
     if not method or getattr(file.Model, method) is getattr(Llama, method):
@@ -165,10 +165,10 @@ def _valid(config: LlamaConfig, name: str, value: Any) -> bool:
 def _after_saving(
     file: ModelFile, base: LlamaConfig, config: LlamaConfig, name: str, tokens: Tensor
 ) -> str:
-    """Return what is wrong with a field after hf_config and from_hf_config, or "".
+    """Return the error of a field after hf_config and from_hf_config, or "".
 
-    config: base with another value of it. The value may come back in another form of the same model
-    (every second layer; a list of the layers).
+    config: base with another value of it. The value may come back in another form that means the
+    same model (every second layer; a list of the layers).
     """
     value = getattr(config, name)
     try:
@@ -194,7 +194,7 @@ def _after_saving(
 
 
 def _keys_of_json(file: ModelFile, config: LlamaConfig) -> list[Finding]:
-    """Return a finding for each key that hf_config writes and from_hf_config does not look at."""
+    """Return a finding for each key that hf_config writes and from_hf_config does not read."""
     written = json.loads(json.dumps(file.hf_config(config)))
     plain, found = read_sizes(file, written), []
     for key, value in written.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a model with transformers', where that knows its MODEL_TYPE: names, config, logits.
+"""Compare a model with transformers', if that has its MODEL_TYPE: names, config, logits.
 
-The fork's weights go into transformers' model by the names of `hf_names`, its sizes by `hf_config`.
-Then every field of transformers' config that changes its logits is varied: `from_hf_config` must
-refuse the value, or the fork must compute the same.
+transformers' model gets the fork's weights by the names of `hf_names`, and its sizes by
+`hf_config`. Then every field of transformers' config that changes its logits is varied:
+`from_hf_config` must refuse the value, or the fork must compute the same.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from training.run.watch.recorder import FRAME
 
 SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in fp32
 IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
-# fields that are not in transformers' config, or null there: a value that changes its logits
+# {a field that is missing or null in transformers' config: a value that changes the logits}
 ABSENT = {"is_causal": False, "sliding_window": 2}
 NUMBER = re.compile(r"\.\d+\.")
 
@@ -40,7 +40,8 @@ def compare(
 ) -> tuple[list[Finding], list[str]]:
     """Return findings, and notes: what was compared, or why nothing was. tokens [b, s].
 
-    Some of transformers' models take heads of hidden_size / heads alone: theirs are of size 8 then.
+    Some of transformers' models only support heads of size hidden_size / heads: these are compared
+    with heads of size 8.
     """
     hf = file.hf_config(config)
     kind = str(hf.get("model_type", ""))
@@ -73,7 +74,7 @@ def compare(
 
 
 def square(config: LlamaConfig) -> LlamaConfig:
-    """Return sizes of which all heads together are as wide as hidden states."""
+    """Return sizes with which all heads together are as wide as hidden states."""
     width = 8 * config.num_attention_heads
     try:
         return replace(config, kv_channels=8, hidden_size=width)
@@ -82,7 +83,7 @@ def square(config: LlamaConfig) -> LlamaConfig:
 
 
 def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
-    """Return whole weights by canonical name: the initial ones and some noise."""
+    """Return whole weights by canonical name: the initial ones plus some noise."""
     model = model_of(file, config)
     names = file.hf_names(model)
     found = whole(
@@ -107,7 +108,7 @@ def _other_ropes(key: str, value: Any) -> list[Any]:
 
 
 def _unfit(unknown: list[str], missing: list[str]) -> str:
-    """Say which names do not fit."""
+    """Return the names that do not match, in words."""
     return "; ".join(
         f"{what} {names[0]}" + f" (and {len(names) - 1} more)" * (len(names) > 1)
         for what, names in (("it has no", unknown), ("it also needs", missing))
@@ -146,8 +147,8 @@ def _seen(
 def _makers(
     some: Sequence[Tensor], known: Sequence[Tensor], file: str
 ) -> tuple[set[Any], set[int]]:
-    """Return the autograd nodes that have made tensors of known ones, and the lines of a file that
-    these ran in, which anomaly detection keeps.
+    """Return the autograd nodes that computed tensors from known ones, and the lines of a file in
+    which they ran, which anomaly detection records.
     """
     before = {y.grad_fn for y in known}
     at, found, lines = [x.grad_fn for x in some], set[Any](), set[int]()
@@ -194,7 +195,7 @@ class _Theirs:
         return found, [note + f"{count} fields of its config that change them, or they are refused"]
 
     def made(self, config: Any) -> Any:
-        """Return transformers' model, in fp64, with the noise that it has in training."""
+        """Return transformers' model, in fp64 and in training mode, with its noise."""
         config._attn_implementation = config._experts_implementation = "eager"
         if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:  # the type's own
             config.pad_token_id = None
@@ -202,7 +203,7 @@ class _Theirs:
         return model.double().train()
 
     def load(self, theirs: Any) -> str:
-        """Write the weights; return what does not fit, or ""."""
+        """Write the weights into transformers' model; return a mismatch in words, or ""."""
         params = dict(theirs.named_parameters(remove_duplicate=False))
         params |= {n: b for n, b in theirs.state_dict().items() if n not in params}
         tied = {
@@ -225,7 +226,7 @@ class _Theirs:
         return ""
 
     def renamed(self, theirs: Any) -> str:
-        """Say which names a module has in memory alone: transformers saves it by another, or ""."""
+        """Return a name that exists in memory only, and what transformers saves, or ""."""
         here = theirs.state_dict()
         if not self.weights.keys() <= here.keys():  # they are a checkpoint's, which `read` reads
             return ""
@@ -236,9 +237,9 @@ class _Theirs:
         return some and some + ", ".join(right[:2])
 
     def read(self, theirs: Any) -> str:
-        """Let transformers read the weights as a checkpoint's: it changes names and fuses experts.
+        """Load the weights by transformers as a checkpoint's: it changes names and fuses experts.
 
-        Returns what does not fit, or "".
+        Returns a mismatch in words, or "".
         """
         made, odd = type(theirs).from_pretrained(
             None, config=theirs.config, state_dict=dict(self.weights), dtype=torch.float64,
@@ -280,11 +281,11 @@ class _Theirs:
         return model
 
     def first_apart(self, theirs: Any) -> str:
-        """Say which module is the first whose input or output differs, and which lines of the fork
-        have made it of those that agree. One that differs and makes one that agrees is of a module
-        that does more there, as an embedding that scales.
+        """Return the first module whose input or output differs, and the lines of the fork that
+        computed this tensor from those that agree. A differing tensor from which an agreeing one is
+        computed is skipped: transformers' module does more, as an embedding that scales.
         """
-        self.load(theirs)  # `swapped` has left others
+        self.load(theirs)  # `swapped` has loaded others
         model, file = self.model(self.config), self.file.__file__
         names, alike = self.file.hf_names(model), dict[str, list[str]]()
         there: dict[tuple[str, str], Tensor] = {}
@@ -300,7 +301,7 @@ class _Theirs:
         with _seen(modules, {n for found in alike.values() for n in found}, keep):
             self.logits(theirs)
         agree: list[tuple[str, Tensor]] = []
-        apart: list[tuple[str, Tensor, str]] = []  # what, itself, the line of the call
+        apart: list[tuple[str, Tensor, str]] = []  # words, tensor, line of the call
 
         def compare(name: str, kind: str, x: Tensor) -> None:
             parts = [there.get((each, kind)) for each in alike[name]]
@@ -338,7 +339,7 @@ class _Theirs:
         return f"the model computes something else{after}"
 
     def swapped(self, theirs: Any, ours: Tensor) -> str:
-        """Say which two names the logits fit with, if they were exchanged, or ""."""
+        """Return two names that make the logits agree if they are exchanged, in words, or ""."""
         kinds: dict[str, list[str]] = {}
         for name in self.weights:
             kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
@@ -360,7 +361,7 @@ class _Theirs:
         return ""
 
     def fields(self, config: Any, want: Tensor) -> tuple[list[Finding], int]:
-        """Vary the fields; return findings and how many change transformers' logits."""
+        """Vary the fields; return findings and the number that change transformers' logits."""
         base = {k: v for k, v in config.to_dict().items() if not IGNORED.search(k)}
         rope = base.get("rope_parameters") or {}
         varied = [

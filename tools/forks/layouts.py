@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layouts tools/fork_check.py tries, at which sizes, and what a pattern of failures means."""
+"""The layouts of tools/fork_check.py, their sizes, and the causes of patterns of failures."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
 }
 
 
-# what a model may need: heads that are together as wide as hidden states; a key for each head
+# sizes that a model may need: heads that are together as wide as hidden states; a key for each head
 NEEDS: tuple[dict[str, Any], ...] = (
     {}, {"--hidden-size": 128}, {"--num-query-groups": 8},
     {"--hidden-size": 128, "--num-query-groups": 8},
@@ -30,8 +30,8 @@ def sizes(
     fields: Container[str] = (),
     needs: Mapping[str, Any] = NEEDS[0],
 ) -> tuple[str, ...]:
-    """Return the flags of every case: small sizes, odd where they may be. At tp 4 two ranks share
-    a key/value head. experts: how many the model has. fields: of its config. needs: others.
+    """Return the flags of every case: small sizes, odd where possible. At tp 4 two ranks share a
+    key/value head. experts: the model's number. fields: of its config. needs: other sizes.
     """
     given = {
         "--num-layers": 4,
@@ -110,13 +110,13 @@ def layout(
 
 
 def one_rank(tied: bool) -> Case:
-    """Return the case that others are compared with."""
+    """Return the case with which the others are compared."""
     flags = ("--micro-batch-size", "4")
     return Case(ONE_RANK + ", tied" * tied, 1, flags, tied, oracle=True)
 
 
 def cases(experts: bool = False) -> list[Case]:
-    """Return the cases, the references first. experts: of a model with some."""
+    """Return the cases, the references first. experts: the model has experts."""
     oracle = [one_rank(tied) for tied in (False, True)]
     every = [
         layout(micro=1),
@@ -159,7 +159,7 @@ def cases(experts: bool = False) -> list[Case]:
 
 
 class Pattern(NamedTuple):
-    """What layouts have in common, and what a failure in just these mostly is."""
+    """A common property of layouts, and the usual cause of a failure in exactly these."""
 
     what: str
     has: Callable[[str], bool]  # by the case's name
@@ -259,7 +259,7 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
         "from one to the next",
     ),
 )
-CAUSES = {  # by what the first tensor shows, of a gradient or of an activation
+CAUSES = {  # by the kind of the first difference, and whether it is of a gradient
     ("a sum twice", True): (
         "its gradient is added more than once: by the layer itself (a function of "
         "mpu.comm.mappings) and by what its Placement says (a Region, reduce_axes, tie)"
@@ -284,9 +284,10 @@ CAUSES = {  # by what the first tensor shows, of a gradient or of an activation
 
 
 def pattern(failed: Sequence[str], ran: Sequence[str], kind: tuple[str, bool]) -> str:
-    """Return what the failed layouts have in common and the likely cause, or "".
+    """Return the common property of the failed layouts and the likely cause, or "".
 
-    ran: the names of all layouts. The fewest that fit decide. kind: of `CAUSES`.
+    ran: the names of all layouts. The pattern that the fewest of them have is used. kind: a key of
+    `CAUSES`.
     """
     fits = []
     for number, one in enumerate(PATTERNS):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/fork_check.py asks of one rank alone: what a comparison of layouts cannot see.
+"""Checks of tools/fork_check.py on one rank, for mistakes that a comparison of layouts misses.
 
-A gradient that autograd drops is dropped in every layout, so it is compared with differences of the
-loss. `decode` is compared with `forward`. Random numbers and the names in a checkpoint are checked.
+A gradient that autograd drops is dropped in every layout, so it is compared with finite differences
+of the loss. `decode` is compared with `forward`. Random numbers and the names in a checkpoint are
+checked.
 """
 
 import math
@@ -33,9 +34,9 @@ from training.run.model_profile import meta_context
 from training.settings.config import Config
 
 STEP = 1e-6  # of each weight, in the differences
-WRONG = 1e-4  # a gradient's largest error against differences, of its norm
-NOISE = 1e-8  # rounding of a difference of losses, by STEP
-SAME = 1e-10  # largest error of decode's logits, of their norm
+WRONG = 1e-4  # a gradient's largest error against differences, relative to its norm
+NOISE = 1e-8  # rounding of a difference of losses, divided by STEP
+SAME = 1e-10  # largest error of decode's logits, relative to their norm
 CERTAIN = 5.0  # standard errors by which a drawn value's spread may be off
 NUMBER = re.compile(r"layers\.\d+")
 
@@ -47,7 +48,7 @@ def names_of(config: Config) -> list[tuple[str, str]]:
     counts: Counter[str] = Counter()
     for name, param in unique_parameters(model):
         names, sections = table.get(name, ()), len(placement_of(param).sections) or 1
-        counts.update(set(names))  # of parts of one tensor the same
+        counts.update(set(names))  # parts of one tensor share a name
         if len(names) != sections:
             found.append(
                 f"{name} has {sections} section{'s' * (sections > 1)} and hf_names gives it the "
@@ -62,8 +63,8 @@ def names_of(config: Config) -> list[tuple[str, str]]:
 
 
 class Casts(DispatchMode):
-    """Note the lines of a file that round a tensor of fp64, those in which another meets one, and
-    those that write in place. lines, mixed, writes: {line: dtype}.
+    """Records the lines of a file that round an fp64 tensor, those that mix one with another dtype,
+    and those that write in place. lines, mixed, writes: {line: dtype}.
     """
 
     def __init__(self, file: str) -> None:
@@ -86,7 +87,7 @@ class Casts(DispatchMode):
         return y
 
     def note(self, lines: dict[int, torch.dtype], kind: torch.dtype) -> None:
-        """Note the innermost line of the file that runs."""
+        """Record the innermost running line of the file."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
@@ -149,10 +150,10 @@ def derivatives(
     gradients: Mapping[str, Tensor],
     loss: Callable[[], float],
 ) -> tuple[float, list[tuple[str, str]], list[str]]:
-    """Hold each gradient against (loss(w + d) - loss(w - d)) / 2 for a random d of signs.
+    """Compare each gradient with (loss(w + d) - loss(w - d)) / 2 for a random d of signs.
 
-    Frozen parameters have no gradient. Returns the largest error; (name, sentence) of those that
-    are wrong, the nearest to the loss first; and a line for each parameter on which the loss does
+    Frozen parameters have no gradient. Returns the largest error; (name, sentence) of the wrong
+    gradients, the nearest to the loss first; and a line for each parameter on which the loss does
     not depend.
     """
     worst, wrong, idle = 0.0, [], []
@@ -190,7 +191,7 @@ def derivatives(
 
 @torch.inference_mode()
 def loss_of_logits(model: Llama, tokens: Tensor, labels: Tensor) -> tuple[float, str]:
-    """Return how far the loss is from the cross entropy of the logits, and a sentence if it is far.
+    """Return the distance of the loss and the logits' cross entropy, and a sentence if it is large.
 
     tokens, labels [b, s].
     """
@@ -209,10 +210,10 @@ def loss_of_logits(model: Llama, tokens: Tensor, labels: Tensor) -> tuple[float,
 
 
 def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tuple[str, list[str]]:
-    """Return a line that says the initial values by name, and a warning for each unusual one.
+    """Return a line that lists the initial values by name, and a warning for each unusual one.
 
-    std: what --init-method-std asks for. Usual are N(0, std), N(0, std / sqrt(2 layers)) for a
-    matrix, and 0 or 1 everywhere for a vector.
+    std: --init-method-std. Usual are N(0, std), N(0, std / sqrt(2 layers)) for a matrix, and 0 or 1
+    everywhere for a vector.
     """
     every: dict[str, list[Tensor]] = {}
     for name, value in values.items():
@@ -248,7 +249,7 @@ def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tup
 
 @torch.inference_mode()
 def decodes(model: Llama, tokens: Tensor) -> tuple[float, str]:
-    """Return the largest error of decode's logits, by their norm, and a sentence if it is large.
+    """Return the largest error of decode's logits over their norm, and a sentence if it is large.
 
     tokens [b, s]: token by token, and in two chunks.
     """
@@ -276,8 +277,8 @@ def decodes(model: Llama, tokens: Tensor) -> tuple[float, str]:
 
 @torch.inference_mode()
 def documents(model: Llama, tokens: Tensor) -> tuple[float, str]:
-    """Return how far the logits of rows of two documents are from those of each document alone, by
-    their norm, and a sentence if they are far. tokens [b, s].
+    """Return the relative distance of the logits of rows of two documents from those of each
+    document alone, and a sentence if it is large. tokens [b, s].
     """
     rows, length = tokens.shape
     sizes = [length // 2 + 1, length - length // 2 - 1]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one layout of tools/fork_check.py on one rank, and record what is compared.
+"""Run one layout of tools/fork_check.py on one rank, and record the tensors to compare.
 
-Each records (training/run/watch/recorder.py), in fp64:
+Each rank records (training/run/watch/recorder.py), in fp64:
 
     initial  the weights as `initialize` draws them; every layout must draw the same bits
-    0        the first step. Its weights are these and some noise: none is at 0 or 1, where a
-             mistake may have no effect. So what follows says nothing about `initialize`
+    0        the first step. Its weights are these plus noise: none is at 0 or 1, where a mistake
+             may have no effect. So the steps do not test `initialize`
     1        the second step, whose batch has documents and a loss mask
-    2        one more, of one rank, and of layouts that have loaded the weights after the second
+    2        a third step, on one rank, and in layouts that have loaded the weights after the second
 
-All of it is done by the product: pretrain_llama.build and train_step, Saver.
+The product's own code does all of it: pretrain_llama.build and train_step, Saver.
 """
 
 import zlib
@@ -62,7 +62,7 @@ CPU = torch.device("cpu")
 
 
 def saver_of(run: LlamaRun) -> Saver:
-    """Return what saves and loads the run, as pretrain_llama.work makes it."""
+    """Return the run's Saver, as pretrain_llama.work makes it."""
     file = load_model_file(run.config.model.model_file)
     return Saver(
         run.config, run.model.ctx, run.model, run.optimizer, file.hf_names(run.model),
@@ -88,7 +88,7 @@ def started(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> Iter
 
 
 def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[str, Any]:
-    """Do a case on one rank; return its Report as a dict."""
+    """Run a case on one rank; return its Report as a dict."""
     report = Report()
     if case.oracle:
         for kind, sentence in names_of(desk.config(case)):
@@ -112,7 +112,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
 
 
 def record(desk: Desk, case: Case, run: LlamaRun) -> None:
-    """Go to the step of which all tensors are wanted, as `take_steps` does, and record it."""
+    """Run up to the step `case.record`, as `take_steps` does, and record all its tensors."""
     if case.load:
         saver_of(run).resume.load()
     else:
@@ -123,7 +123,7 @@ def record(desk: Desk, case: Case, run: LlamaRun) -> None:
 
 
 def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
-    """Compute what other layouts are compared with, and what one rank alone can tell."""
+    """Record the reference for other layouts, and run the checks that need one rank only."""
     record_weights(run, desk.record(case.name, "initial"))
     initial = desk.one_rank(case.tied, "initial").whole("weight", "before")
     start = {}
@@ -151,7 +151,7 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
         raise
     report.errors["loss"] = abs(first - losses[0])
     put(run, start)
-    for name, buffer in saved_buffers(run.model):  # a step may move them, as the bias of a choice
+    for name, buffer in saved_buffers(run.model):  # a step may change them, as a router's bias
         buffer.copy_(buffers[name])
     gradients = desk.one_rank(case.tied, 0).whole("gradient")
     found = derivatives(list(rectangles(run)), gradients, lambda: forward(run))
@@ -182,14 +182,14 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
 
 
 def decode(run: LlamaRun, report: Report) -> None:
-    """Hold decode against forward."""
+    """Compare decode with forward."""
     error, line = decodes(run.model, batches_of(run, 0)[0].tokens)
     report.error("decode", error)
     report.findings += [("decode", "", line)] if line else []
 
 
 def take_steps(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
-    """Record what is compared with one rank's."""
+    """Run and record the steps that are compared with one rank's."""
     if case.load:
         saver_of(run).resume.load()
         step(run, 2, desk.record(case.name, 2))
@@ -198,7 +198,7 @@ def take_steps(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     start = desk.one_rank(case.tied, 0).whole("weight", "before")
     for _, _, piece in rectangles(run):
         if piece.name not in start or start[piece.name].shape != torch.Size(piece.shape):
-            return  # the comparison of the initial weights says it
+            return  # the comparison of the initial weights reports it
     put(run, start)
     run.sink.check = GradientCheck(run.grid, report.warnings.append)
     try:

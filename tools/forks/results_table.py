@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put together what the ranks of tools/fork_check.py found: a row each layout, then sentences."""
+"""Format the results of tools/fork_check.py: a row for each layout, then sentences."""
 
 import math
 import re
@@ -33,14 +33,14 @@ ALONE = {
     "config",
     "transformers",
     "loss of logits",
-}  # they say themselves what the cause is
+}  # their sentences name the cause themselves
 NUMBER = re.compile(r"(?<=layers\.)\d+")
 WORDY = {
     "raised",
     "refused",
     "hung",
     "internal",
-}  # their sentences differ in more than a number
+}  # their sentences differ by more than a number
 BLOCKING = {
     "rounded",
     "names",
@@ -54,7 +54,7 @@ BLOCKING = {
 
 @dataclass
 class Row:
-    """A layout: its largest errors, and what disagrees, (kind, parameter, sentence)."""
+    """A layout: its largest errors, and its disagreements, (kind, parameter, sentence)."""
 
     case: Case
     seconds: float
@@ -68,12 +68,12 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the layout, as one among others, is wrong."""
+        """Whether the layout disagrees with one rank."""
         return any(kind not in ALONE for kind, _, _ in self.findings)
 
     @property
     def compared(self) -> bool:
-        """Whether it differs in numbers. What ended with an error says itself why."""
+        """Whether it differs in values; an error that was raised does not count."""
         return any(kind not in ALONE | {"raised"} for kind, _, _ in self.findings)
 
     @property
@@ -86,14 +86,17 @@ class Row:
         return any(each[0] == kind for each in self.findings)
 
     def measure(self, found: Comparison) -> None:
-        """Keep the largest errors of a comparison with one rank's record."""
+        """Record the largest errors of a comparison with one rank's record."""
         for column, kinds in MEASURED.items():
             far = [found.errors[kind] for kind in kinds if kind in found.errors]
             if far:
                 self.errors[column] = max(*far, self.errors.get(column, 0.0))
 
     def explain_with(self, number: int, losses: tuple[float, float], verdict: Verdict) -> None:
-        """Say what differs first in a step, counted from 0. losses: its own, and one rank's."""
+        """Add a finding on the first difference of a step, counted from 0.
+
+        losses: the layout's, and one rank's.
+        """
         known = [text for kind, _, text in self.findings if kind == "replicas"]
         self.findings = [each for each in self.findings if each[0] != "replicas"]
         if verdict.begins:
@@ -154,7 +157,7 @@ def row_of(
     row.warnings = list(dict.fromkeys(row.warnings))
     first: dict[tuple[str, str], tuple[str, str, str]] = {}
     counts: dict[tuple[str, str], set[str]] = {}
-    for finding in row.findings:  # of most kinds the first and the number, of fields each
+    for finding in row.findings:  # keep the first of most kinds and their number, all of fields
         one = (finding[0], finding[1] if finding[0] in ("config", "transformers") else "")
         first.setdefault(one, finding)
         counts.setdefault(one, set()).add(finding[1])

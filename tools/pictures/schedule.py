@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what every pipeline rank does when, as simulated.
+"""Draw the simulated timeline of every pipeline rank.
 
 Each rank has a row: a box for each action, as wide as the action is long, with its micro-batch's
-number; pale time is idle. The strip under a row shows the activations that the rank holds over
+number; pale areas are idle. The strip under a row shows the activations that the rank holds over
 time.
 """
 
@@ -23,7 +23,7 @@ NAMES = {
 }
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B"}
 TITLES |= {"zb-h1": "ZB-H1", "zb-v": "ZB-V", "v-half": "V-Half"}
-BOX, STRIP = 0.46, 0.31  # of a row: its boxes, and under them what the rank holds
+BOX, STRIP = 0.46, 0.31  # of a row: the height of its boxes, and of the strip under them
 LEFT, RIGHT, TOP = 1.35, 0.75, 0.72  # inches left and right of the rows and above them
 DIGIT = 0.64  # width of a digit in heights of the font
 
@@ -33,8 +33,8 @@ def draw(
 ) -> None:
     """Draw a simulated schedule to a .png or an .svg, by the path's suffix.
 
-    axis: what the time axis counts, in words. until: where it ends at least, so that pictures share
-    a scale. Raises ValueError for another suffix.
+    axis: the unit of the time axis, in words. until: its end, at least, so that pictures share a
+    scale. Raises ValueError for another suffix.
     """
     ranks = rows(said.timeline, schedule)
     first = min(boxes[0].begin for boxes in ranks if boxes)
@@ -78,9 +78,10 @@ def caption(said: Simulation) -> str:
 def _draw_boxes(
     axes: Any, rank: int, boxes: Sequence[Span], schedule: Schedule, points: float, number: float
 ) -> None:
-    """Draw what a rank does. A B and its W in one box: the W is its lower edge.
+    """Draw a rank's actions. If a B and its W share a box, the W is its lower edge.
 
-    points: of a unit of time. number: the font of a micro-batch's number, where it fits.
+    points: the width of a unit of time. number: the font size of micro-batch numbers, which are
+    drawn where they fit.
     """
     for (kind, chunk, i), begin, end in boxes:
         wide = points * (end - begin)
@@ -130,7 +131,7 @@ def _draw_in_flight(
 
 
 def _name_row(axes: Any, rank: int, schedule: Schedule, said: Simulation, gap: float) -> None:
-    """Write on the left which rank it is and its stages, on the right its numbers.
+    """Write the rank and its stages on the left, its idle time and peak on the right.
 
     gap: between rows and words, as a share of the rows' width.
     """
@@ -148,7 +149,7 @@ def _name_row(axes: Any, rank: int, schedule: Schedule, said: Simulation, gap: f
 def _draw_legend(
     figure: Any, ranks: Sequence[Sequence[Span]], schedule: Schedule, held: bool
 ) -> None:
-    """Explain the boxes in one line and what is under them in the next."""
+    """Draw the legend: the boxes in one line, and the strips under them in the next."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

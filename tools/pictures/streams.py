@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw a step's streams side by side: a rank's compute, and the transfers in flight.
 
-A stream has a row. What lies above and below one another happens at the same time: a solid transfer
-is hidden under the computation above it; for a pale one the rank waits. A step that is longer than
-the page goes on in the next line, as text does.
+A stream has a row. Boxes above one another are concurrent: a solid transfer is hidden under the
+computation above it; for a pale one the rank waits. A step that is longer than the page continues
+on the next line, as text does.
 """
 
 from bisect import bisect
@@ -34,12 +34,12 @@ AXES = ("tp", "tp_kv", "cp", "ep", "edp", "dp", "dp_cp", "pp", "pp_back", "embd"
 COLOURS = {"tp": PALETTE[3], "cp": PALETTE[5], "ep": PALETTE[4], "dp": PALETTE[7]}
 COLOURS |= {"pp": PALETTE[6], "em": PALETTE[6]}  # by the first two letters of an axis
 WIDE, LEFT, ACROSS, TOP, BOTTOM = 10.0, 0.8, 9.0, 0.75, 0.5  # inches
-ROW, GAP, ABOVE, BELOW = 0.3, 0.06, 0.46, 0.1  # of a line: its rows, what is above and below them
+ROW, GAP, ABOVE, BELOW = 0.3, 0.06, 0.46, 0.1  # of a line: its rows, gaps, and margins
 NAME = 0.3  # of a rank's name, above its first line
-UNITS = 19.5  # of a line
+UNITS = 19.5  # of time in a line
 FONT: Any = {"fontsize": 6.5}
 PART_FONT: Any = {"fontsize": 8, "weight": "bold"}
-LETTER, PART_LETTER = 0.055, 0.08  # inches that a letter takes of the two, about
+LETTER, PART_LETTER = 0.055, 0.08  # inches: the approximate width of a letter of the two
 CONTINUED = ", continued"
 
 
@@ -70,7 +70,7 @@ def draw(ranks: Sequence[Streams], path: Path, title: str, subtitle: str) -> Non
 
 
 def cut(streams: Streams) -> list[Line]:
-    """Return the lines of a step: each action begins one unless it fits into that before."""
+    """Return the lines of a step: an action begins a new one unless it fits into the last."""
     ends = [part.begin for part in streams.parts[1:]] + [streams.end]
     found, begin = list[Line](), 0.0
     computed = sorted({box.end for box in streams.boxes if box.stream == COMPUTE})
@@ -87,7 +87,7 @@ def cut(streams: Streams) -> list[Line]:
 
 def _rows(line: Line) -> list[tuple[str, list[Box]]]:
     """Return the rows of a line, each a stream and its boxes. A stream has as many rows as it has
-    transfers at the same time.
+    concurrent transfers.
     """
     boxes = [*_inside(line)]
     there = {box.stream for box in boxes}
@@ -164,7 +164,7 @@ def _draw_box(axes: Any, box: Box, top: float) -> None:
 
 
 def _name_blocks(axes: Any, boxes: Sequence[Box], begins: Sequence[float]) -> None:
-    """Write above the boxes which block of the model they are of. begins: of the actions."""
+    """Write the blocks of the model above their boxes. begins: of the actions."""
     named = [box for box in boxes if box.kind in MATMULS]
     of = [(block_of(box.layer), bisect(begins, box.begin)) for box in named]
     for (block, _), some in groupby(named, key=lambda box: of[named.index(box)]):
@@ -178,7 +178,7 @@ def _name_blocks(axes: Any, boxes: Sequence[Box], begins: Sequence[float]) -> No
 
 
 def _name_parts(axes: Any, line: Line) -> None:
-    """Write which actions begin in a line, above where they begin; else which one goes on."""
+    """Write the actions that begin in a line above their beginnings, and the one that continues."""
     parts = [part for part in line.of.parts if line.begin <= part.begin < line.end]
     if not parts or parts[0].begin > line.begin:
         before = [part for part in line.of.parts if part.begin < line.begin]
@@ -198,7 +198,7 @@ def _that_fits(words: str, letters: int) -> str:
 
 
 def _legend(figure: Any) -> None:
-    """Explain the colours in one line at the end of the page."""
+    """Draw the legend of the colours in one line at the end of the page."""
     from matplotlib.patches import Patch
 
     boxes = [Patch(color=KINDS[kind], label=words) for kind, words in MATMULS.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one style of all pictures: a page in inches, its letters and colours, and files that repeat.
+"""The common style of all pictures: pages in inches, fonts, colours, and reproducible files.
 
 A picture drawn again by the same matplotlib is the same file, bit for bit.
 """
@@ -52,8 +52,8 @@ STYLE: Any = {
 
 
 def check_name(path: Path) -> None:
-    """Raise ValueError unless a picture may get a name: it ends in .png or .svg, and what is there
-    is a picture that matplotlib drew.
+    """Raise ValueError unless a picture may be written to a path: it ends in .png or .svg, and an
+    existing file is a picture that matplotlib drew.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a picture is a .png or an .svg")
@@ -61,7 +61,7 @@ def check_name(path: Path) -> None:
 
 
 def _drawn(path: Path) -> bool:
-    """Return whether a file begins as matplotlib's do, or is empty."""
+    """Return whether a file begins as those of matplotlib do, or is empty."""
     try:
         with open_plain(path) as file:
             head = file.read(4096)
@@ -74,7 +74,7 @@ def _drawn(path: Path) -> bool:
 def page(
     path: Path, width: float, height: float, title: str, subtitle: str = "", *, dpi: int = 200
 ) -> Iterator[Any]:
-    """Yield a matplotlib Figure of so many inches with its title, and write it to `path`.
+    """Yield a matplotlib Figure of this size in inches with its title, and write it to `path`.
 
     Raises ValueError for a name that is neither a .png nor an .svg.
     """
@@ -98,7 +98,7 @@ def page(
 
 
 def axes_at(figure: Any, left: float, top: float, width: float, height: float, **more: Any) -> Any:
-    """Add axes to a page: so many inches from its left and upper edge, and so large."""
+    """Add axes to a page: inches from its left and upper edge, and their size in inches."""
     wide, tall = figure.get_size_inches()
     box = (left / wide, 1 - (top + height) / tall, width / wide, height / tall)
     return figure.add_axes(box, **more)

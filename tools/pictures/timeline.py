@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute from a simulated timeline what is drawn: boxes, and the activations that a rank holds."""
+"""Compute from a simulated timeline the boxes to draw, and the activations that a rank holds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,9 +32,9 @@ def rows(timeline: Timeline, schedule: Schedule) -> list[list[Span]]:
 
 
 def in_flight(boxes: Sequence[Span]) -> list[InFlight]:
-    """Return how many activations a rank holds, at every time when that changes.
+    """Return the numbers of activations that a rank holds, each time they change.
 
-    An activation is held for its B from the begin of its F to the end of its B, and then for its W
+    An activation is held for its B from the start of its F to the end of its B, and then for its W
     to the end of its W. Without a backward none is held.
     """
     trains = any(box.action.kind != "F" for box in boxes)
@@ -47,5 +47,5 @@ def in_flight(boxes: Sequence[Span]) -> list[InFlight]:
 
 
 def usual_peak(schedule: Schedule) -> int:
-    """Return what 1F1B's first rank holds at most, counted in activations of these stages."""
+    """Return the peak of 1F1B's first rank, counted in activations of these stages."""
     return min(len(schedule.ranks), schedule.micro_batches) * schedule.chunks

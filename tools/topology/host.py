@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read where a rank is on its host: NUMA node, network cards and how near they are to its GPU.
+"""Read a rank's place on its host: NUMA node, network cards and how near they are to its GPU.
 
-Everything comes from sysfs, whose root is an argument. NCCL reads the same, so it needs a file
-(NCCL_TOPO_FILE) only where sysfs hides which cards share a switch, as in many virtual machines.
+All data come from sysfs, whose root is an argument. NCCL reads the same data, so it needs a file
+(NCCL_TOPO_FILE) only if sysfs hides which cards share a switch, as in many virtual machines.
 """
 
 import os
@@ -16,18 +16,18 @@ ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 
 @dataclass(frozen=True)
 class Card:
-    """A card on the PCI bus. numa: -1 where the host does not say. path: the bridges above it."""
+    """A card on the PCI bus. numa: -1 if it is unknown. path: the bridges above it."""
 
     name: str
     address: str
     numa: int
     path: tuple[str, ...]
-    gbps: float = 0.0  # of a network card, as its driver says
+    gbps: float = 0.0  # of a network card, as its driver reports it
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: CPUs and their NUMA node, its GPU if any, the host's network cards.
+    """A rank's place: its CPUs and their NUMA node, its GPU if any, the host's network cards.
 
     near: names of the cards that share most bridges with the GPU, or the NUMA node without one.
     """
@@ -49,7 +49,7 @@ def read_cpus(text: str) -> tuple[int, ...]:
 
 
 def numa_of(cpus: Sequence[int], root: Path = Path("/sys")) -> int:
-    """Return the NUMA node that holds all of these CPUs; -1 where several do, or nobody says."""
+    """Return the NUMA node of these CPUs; -1 if several nodes have some, or it is unknown."""
     holders = set()
     for node in sorted((root / "devices/system/node").glob("node[0-9]*")):
         if set(read_cpus((node / "cpulist").read_text())) & set(cpus):
@@ -84,7 +84,7 @@ def cards_of(root: Path = Path("/sys")) -> tuple[Card, ...]:
 
 
 def place_of(gpu_address: str | None, root: Path = Path("/sys")) -> Place:
-    """Return where this process is. gpu_address: its GPU's on the PCI bus, as CUDA says."""
+    """Return this process's place. gpu_address: of its GPU on the PCI bus, as CUDA reports it."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     cards, gpu = cards_of(root), None
     if gpu_address and (device := root / "bus/pci/devices" / gpu_address.lower()).exists():
@@ -100,7 +100,7 @@ def place_of(gpu_address: str | None, root: Path = Path("/sys")) -> Place:
 
 
 def findings(place: Place, rank: int) -> list[str]:
-    """Return what is wrong with the place of a rank, a line each."""
+    """Return a line for each problem with the place of a rank."""
     found = []
     if place.gpu is not None and -1 != place.numa != place.gpu.numa != -1:
         found.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the levels of links from what was measured between pairs of ranks. Pure functions."""
+"""Derive the levels of links from measurements between pairs of ranks. Pure functions."""
 
 from statistics import median
 
@@ -9,8 +9,8 @@ import numpy.typing as npt
 from forecast.planner.cluster import MOST_LEVELS, Level
 
 Matrix = npt.NDArray[np.float64]
-TYPICAL = 1 << 20  # bytes by which pairs are compared
-FARTHER = 1.25  # how many times as long a message across blocks takes, at least
+TYPICAL = 1 << 20  # bytes of the message by which pairs are compared
+FARTHER = 1.25  # a message across blocks takes at least this many times as long
 
 
 def edges(alpha: Matrix, beta: Matrix, size: float) -> Matrix:
@@ -25,10 +25,10 @@ def edges(alpha: Matrix, beta: Matrix, size: float) -> Matrix:
 
 
 def blocks_of(cost: Matrix, node: int) -> list[int]:
-    """Return the sizes of the blocks of neighbours within which every pair is nearer than outside.
+    """Return the sizes of blocks of neighbours in which every pair is nearer than across blocks.
 
-    cost: seconds of a typical message. node: ranks of a node, always a block; the whole is the last
-    one. At most MOST_LEVELS.
+    cost: seconds of a typical message. node: ranks of a node, which is always a block; the last
+    block is the whole. At most MOST_LEVELS.
     """
     n = len(cost)
     both = np.maximum(cost, cost.T)
@@ -46,10 +46,10 @@ def blocks_of(cost: Matrix, node: int) -> list[int]:
 
 
 def levels_of(alpha: Matrix, beta: Matrix, node: int) -> tuple[Level, ...]:
-    """Return the levels of links of ranks in a row, `node` of them on each node.
+    """Return the levels of links of consecutive ranks, `node` of them on each node.
 
     A level's latency and bandwidth are the medians over the pairs that it is the first to join.
-    What several pairs get at the same time does not show in pairs alone: oversubscription is 1.
+    Measurements of pairs do not show contention between them: oversubscription is 1.
     """
     n, below, found = len(alpha), 1, list[Level]()
     sizes = blocks_of(edges(alpha, beta, TYPICAL), node)

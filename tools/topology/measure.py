@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure links: alpha and beta of pairs of ranks.
 
-alpha: half the fastest of many round trips of a few bytes. beta: the rate at which a receiver sees
-the messages of a stream arrive, after its first quarter: neither a connection's slow start nor the
-time that a message is under way is in it. Of all pairs of arrivals the median slope counts (Theil
-and Sen), so that a rank that was held up for a moment changes little, and of several streams the
-median.
+alpha: half the fastest of many round trips of a few bytes. beta: the rate at which the messages of
+a stream arrive at the receiver, after its first quarter, so that it includes neither a connection's
+slow start nor the latency. It is the median slope over pairs of arrivals (Theil and Sen), so that a
+short delay of a rank has little effect, and the median of several streams.
 """
 
 import time
@@ -26,7 +25,7 @@ TRIPS = 40  # round trips for one alpha
 STREAMS = 5
 PARTS = 32  # messages of a stream
 LEAST, MOST = 1 << 18, 1 << 28  # bytes of a stream
-LONG = 0.4  # seconds that a stream should take; it is doubled until then, or until it has MOST
+LONG = 0.4  # seconds: a stream is doubled until it takes this long, or has MOST bytes
 
 
 def rounds(n: int) -> Iterator[list[tuple[int, int]]]:
@@ -40,7 +39,7 @@ def rounds(n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def slope(at: Sequence[float]) -> float:
-    """Return the median seconds from one arrival to the next, over all pairs of arrivals."""
+    """Return the median seconds per arrival, over pairs that are at least half of all apart."""
     number = np.arange(len(at))
     later, earlier = np.nonzero(number[:, None] - number[None, :] >= len(at) // 2)
     times = np.asarray(at)
@@ -55,7 +54,7 @@ class Prober:
     device: torch.device
 
     def _done(self, handle: Handle) -> None:
-        """Wait until a message is gone or there, on a GPU too."""
+        """Wait until a message is sent or received, on a GPU too."""
         handle.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -70,7 +69,7 @@ class Prober:
         return torch.zeros(count, dtype=torch.uint8, device=self.device)
 
     def pair(self, one: int, other: int) -> tuple[float, float, float]:
-        """Return alpha, and beta each way, of two ranks, on both. Both call it; others do not."""
+        """Return alpha, and beta each way, of two ranks, on both. Only these two ranks call it."""
         mine, ping = self.axis.rank, self._bytes(8)
         peer = other if mine == one else one
         trips = []
@@ -83,13 +82,13 @@ class Prober:
                 self._receive(8, peer)
                 self._send(ping, peer)
             trips.append(time.perf_counter() - began)
-        # the second rank's trip holds what the first does between two of them
+        # the second rank's trips include the first one's time between two trips
         there = self._rate(one, other)
         back = self._rate(other, one)
         return self._share(one, other, min(trips) / 2), there, back
 
     def _share(self, sender: int, other: int, number: float) -> float:
-        """Return a rank's number on both ranks of a pair."""
+        """Send a number from one rank of a pair to the other; return it on both."""
         if self.axis.rank == sender:
             self._done(send(torch.tensor([number], dtype=torch.float64, device=self.device),
                             self.axis, other))  # fmt: skip
@@ -99,7 +98,7 @@ class Prober:
         return float(got.item())
 
     def _rate(self, source: int, target: int) -> float:
-        """Return bytes a second from one rank to another, on both."""
+        """Return the bytes per second from one rank to another, on both."""
         size, found = LEAST, list[float]()
         while len(found) < STREAMS:
             rate, seconds = self._stream(source, target, size)
@@ -111,9 +110,9 @@ class Prober:
         return median(found)
 
     def _stream(self, source: int, target: int, size: int) -> tuple[float, float]:
-        """Send PARTS messages, `size` bytes together; return the rate, and all seconds.
+        """Send PARTS messages of `size` bytes in total; return the rate and the total seconds.
 
-        Both are right at the receiver only.
+        Both are valid at the receiver only.
         """
         part = size // PARTS
         if self.axis.rank == source:
@@ -147,5 +146,5 @@ class Prober:
                             beta[one, other], beta[other, one] = there, back
                 barrier(self.axis, self.device)
         both = torch.from_numpy(np.stack([alpha, beta])).to(self.device)
-        every = all_gather(both[None], self.axis)[0].sum(0).cpu().numpy()  # one rank knows each
+        every = all_gather(both[None], self.axis)[0].sum(0).cpu().numpy()  # others have 0
         return every[0], every[1]

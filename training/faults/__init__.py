@@ -8,8 +8,8 @@ messages      the channel's kinds of messages and their fields
 hang_watch    whether this rank makes progress, and where it is
 hang_detector which rank hangs, from the reports of all ranks
 process       another rank's process on this host: stopped, or its Python interpreter is blocked
-links         connections to other hosts that are dead
-address       on which address a rank listens
-activity      what this process does, in words
-store         what ranks wait for in the store at which they meet, and which ranks are late
+links         dead connections to other hosts
+address       the address at which a rank listens
+activity      the activity of this process, in words
+store         waits for keys of the rendezvous store, and reports on late ranks
 """

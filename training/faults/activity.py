@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know what this process does, in words; until a run's first line of the log, print what takes
-long.
+"""Keep the activity of this process, in words, and print slow activities of a run's start.
 
-A start waits: for imports from a slow file system, for another process that builds an index, for a
-checkpoint's files, for ranks that do not come. What takes longer than FIRST seconds gets a line on
-stderr, and further lines at growing intervals: what it is, for how long, and of how long where
-there is a limit. A thread of its own prints it, also during a wait in C++. It costs nothing where
-all is quick.
+A start may wait for imports from a slow file system, for another process that builds an index, for
+a checkpoint's files, or for late ranks. An activity of more than FIRST seconds gets a line on
+stderr, and further lines at growing intervals, with its time so far and its limit, if any. A
+thread of its own prints them, also during a wait in C++. They end with the first line of the log.
+There is no cost where all activities are quick.
 
-Not all ranks print: rank 0 does. Another one prints what rank 0 cannot, since rank 0 is the one
-that does not come, or waits for this one; of such ranks only one on a host does.
+Rank 0 prints for all ranks. Another rank prints only what rank 0 cannot: that rank 0 itself has not
+come, or that rank 0 waits for this rank. Only one such rank on a host prints.
 """
 
 import os
@@ -26,31 +25,31 @@ from types import FrameType
 from mpu.launch import Launch
 
 FIRST, LONGEST = 5.0, 300.0  # seconds until the first line, and at most between two lines
-LATER = 1.5  # times FIRST: when another rank prints what it does, unless rank 0 has done so
-LOOK = 0.5  # seconds between two looks at what is done
-IN_TURN = 0.02  # seconds by which a rank of a host is slower to speak than the one before it
+LATER = 1.5  # times FIRST: when another rank prints its activity, unless rank 0 has printed it
+LOOK = 0.5  # seconds between two looks at the activity
+IN_TURN = 0.02  # seconds that each rank of a host waits longer to print than the one before it
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATHS = sysconfig.get_paths()
-# code that is not the product's, nor the user's; a test that injects a fault is neither
+# paths of code that is neither Weft's nor the user's; a test that injects a fault counts as such
 _FOREIGN = ("<", *(_PATHS[key] for key in ("stdlib", "purelib", "platlib")), f"{ROOT}/tests/")
 
 
 def say(text: str) -> None:
-    """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
+    """Write a line to stderr in one piece, so that ranks on one terminal do not mix lines."""
     with suppress(OSError):  # the terminal is gone
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 
 class Stage:
-    """One thing that is done. what: in words. since: time.monotonic() at its begin. due: the
-    seconds after which its next line comes. told: it has had a line. outer: what it is a part of.
+    """One activity. what: in words. since: time.monotonic() at its start. due: the seconds after
+    which its next line is printed. told: a line was printed. outer: the activity it is a part of.
 
-    now: the words of its line, "" for no line yet; None: `what`, and where the code is. limit:
-    seconds after which it ends in an error, 0 where that is not known. aloud: whether another rank
-    than 0 may print it; None: where rank 0 waits for this rank. over: the words after its end.
-    on_line: called once, after the first line.
+    now: returns the words of its line, "" for no line yet; None: `what`, and the line of code that
+    runs. limit: seconds after which it ends in an error, 0 if unknown. aloud: returns whether
+    another rank than 0 may print it; None: it may if rank 0 is there and waits. over: returns the
+    words at its end. on_line: called once, after the first line.
     """
 
     __slots__ = (
@@ -69,10 +68,10 @@ class Stage:
 
 
 class Activity:
-    """What the main thread of this process does. launch: which rank it is. tell: gets each line.
+    """The activity of this process's main thread. launch: which rank it is. tell: prints a line.
 
-    others: returns where the other ranks are, if that is known and of interest, else "". As a
-    context manager it watches the block, or a shorter time where `started` is called in it.
+    others: returns where the other ranks are, "" if that is unknown or irrelevant. As a context
+    manager it prints slow activities of the block, until `started` is called.
     """
 
     def __init__(self, launch: Launch | None = None, tell: Callable[[str], None] = say) -> None:
@@ -86,20 +85,20 @@ class Activity:
 
     @classmethod
     def of_process(cls) -> "Activity":
-        """Return the watched activity of this process, as its environment says which rank it is."""
+        """Return the watched activity of this process, whose environment defines its rank."""
         launch = None
-        with suppress(ValueError, OSError):  # the program says what is wrong there
+        with suppress(ValueError, OSError):  # the program reports these errors
             launch = Launch.from_env()
         return cls(launch).__enter__()
 
     @property
     def first(self) -> float:
-        """Seconds after which rank 0 prints what takes long."""
+        """Seconds after which rank 0 prints an activity."""
         return FIRST
 
     @property
     def what(self) -> str:
-        """What is done now, in words; to set it begins something else."""
+        """The current activity, in words; setting it begins another one."""
         return self._stage.what
 
     @what.setter
@@ -110,9 +109,9 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[Stage]:
-        """Do this in the block, as a part of what is done.
+        """Make this the activity of the block, as a part of the current one.
 
-        What another thread than the main one does counts only as long as a start is watched.
+        Activities of other threads than the main one count only as long as a start is watched.
         """
         stage = self._begun(what, self._stage)
         if self._done.is_set() and threading.get_ident() != self._main:
@@ -148,14 +147,14 @@ class Activity:
         on_line: Callable[[], None] = lambda: None,
         after: float = 1.0,
     ) -> Iterator[None]:
-        """Wait in the block for something that `now` names; see Stage. after: times FIRST."""
+        """Make a wait the activity of the block; see Stage. after: of the first line, in FIRST."""
         with self.doing(what) as stage:
             stage.now, stage.limit, stage.over = now, limit, over
             stage.aloud, stage.on_line, stage.due = aloud, on_line, after * FIRST
             yield
 
     def started(self) -> None:
-        """Print no more: the log has its first line, or rank 0 prints all."""
+        """Stop printing: the log has its first line, or rank 0 prints for all."""
         self._done.set()
 
     def __enter__(self) -> "Activity":
@@ -171,7 +170,7 @@ class Activity:
     def _finish(self) -> None:
         self._done.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(2 * LOOK)  # it may be in a store that does not answer
+            self._thread.join(2 * LOOK)  # it may be blocked in a store that does not answer
 
     def _begun(self, what: str, outer: Stage | None = None) -> Stage:
         return Stage(what, FIRST if self.launch.rank == 0 else LATER * FIRST, outer)
@@ -185,7 +184,7 @@ class Activity:
         """Print a line where one is due."""
         stage, now, first = self._stage, time.monotonic(), self.launch.rank == 0
         seconds, lasted = now - stage.since, now - self._began
-        if 0 < stage.limit < seconds + FIRST / 2:  # its error comes soon
+        if 0 < stage.limit < seconds + FIRST / 2:  # its error will be raised soon
             return
         if seconds < stage.due:
             patience = min(max(FIRST, self._spoke - self._began), LONGEST)
@@ -194,7 +193,7 @@ class Activity:
             return
         stage.due = seconds + FIRST
         line = self._line(stage) if first or self._aloud(stage) else ""
-        own = stage.aloud is None  # of what this rank does, one on a host prints, rank 0 first
+        own = stage.aloud is None  # of this rank's activity one rank of a host prints, rank 0 first
         if not line or not ((first and not own) or self._alone_on_host() or first):
             return
         if stage is not self._stage or self._done.is_set():
@@ -229,7 +228,7 @@ class Activity:
         return f"[rank {launch.rank}{where}] "
 
     def _end(self, stage: Stage) -> None:
-        """Tell the end of what has had a line."""
+        """Print the end of an activity that has had a line."""
         seconds = time.monotonic() - stage.since
         words = stage.over() if stage.over is not None else f"{stage.what}: done"
         self._hush()
@@ -240,7 +239,7 @@ class Activity:
         return self._awaited() if stage.aloud is None else stage.aloud()
 
     def _awaited(self) -> bool:
-        """Return whether somebody listens where the ranks meet: rank 0 is there, and waits."""
+        """Return whether anything listens at the rendezvous: rank 0 is there, and waits."""
         point = self.launch.point
         try:
             socket.create_connection((point.host, point.port), timeout=2.0).close()
@@ -249,12 +248,12 @@ class Activity:
             return False
 
     def _alone_on_host(self) -> bool:
-        """Return whether no other rank of this host speaks: a name that the kernel frees where its
-        holder dies. Where there are no such names (not Linux), each rank speaks.
+        """Return whether this is the rank that prints for its host. It holds the name of a socket,
+        which the kernel frees if it dies. Without such names (not Linux), each rank prints.
         """
         if self._voice is not None or sys.platform != "linux":
             return True
-        if self._done.wait(IN_TURN * self.launch.local_rank):  # mostly the lowest of them
+        if self._done.wait(IN_TURN * self.launch.local_rank):  # mostly the lowest rank prints
             return False
         point = self.launch.point
         voice = socket.socket(socket.AF_UNIX)
@@ -273,7 +272,7 @@ class Activity:
 
 
 def own_line(file: str, number: int, function: str) -> str:
-    """Return "file:line (function)", or "" where the file is a library's."""
+    """Return "file:line (function)", or "" if the file belongs to a library."""
     if file.startswith(_FOREIGN) or "site-packages" in file:
         return ""
     return f"{file.removeprefix(f'{ROOT}/')}:{number} ({function})"

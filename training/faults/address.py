@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listen on the narrowest address at which the other ranks reach this one."""
+"""Listen on the narrowest address at which the other ranks can reach this one."""
 
 import errno
 import ipaddress
@@ -29,7 +29,7 @@ def family(address: str) -> socket.AddressFamily:
 def listen(address: str, port: int, backlog: int) -> tuple[socket.socket, str]:
     """Listen on `address`; where it is not this host's own (NAT), on all interfaces.
 
-    Returns the socket and the address it listens on, "" for all. Raises OSError where the port is
+    Returns the socket and the address it listens on, "" for all. Raises OSError if the port is
     taken.
     """
     if address:
@@ -45,17 +45,18 @@ def listen(address: str, port: int, backlog: int) -> tuple[socket.socket, str]:
 
 
 def publish_address(store: Any, host: str) -> None:
-    """Tell rank 0, in the store, by which address this rank knows its host."""
+    """Write to the store, for rank 0, the address by which this rank reaches rank 0's host."""
     if not is_loopback(host):
         store.set("monitor/address", resolve(host))
 
 
 def listen_as_known(host: str, world: int, get: Callable[[str], str]) -> tuple[str, socket.socket]:
-    """Listen, on rank 0, on a port where the other ranks reach it; return the address, too.
+    """Listen on rank 0, on an address that the other ranks can reach; return it and the socket.
 
-    A host may know itself by another address (127.0.1.1) than the others know it by, so the last
-    rank, which seldom shares it, says which address it uses. "": each takes what it knows.
-    get: returns what another rank writes into the store under a key.
+    A host's name may resolve to another address on the host itself (127.0.1.1) than on other hosts,
+    so the last rank, which is seldom on the same host, writes the address that it uses to the
+    store. An address of "": each rank uses the one it knows. get: returns the value that another
+    rank writes to the store under a key.
     """
     address = host
     if not is_loopback(host):

@@ -2,7 +2,7 @@
 """Decide who failed first: the coordinator of the failure channel, a thread of rank 0.
 
 It accepts one connection per rank, receives beats and reports, and sends all ranks ONE first cause.
-It uses no process group, so it goes on when they break. Its peers: training/faults/monitor.py.
+It uses no process group, so it still works when they break. Its peers: training/faults/monitor.py.
 """
 
 import hmac
@@ -22,9 +22,9 @@ from training.faults.wire import HELLO, LIMIT, Connection, Fields
 DIED = "the process died (killed?)"
 LOST_CONTACT = "(dead, stopped, or cut off by the network)"
 JOIN = 30.0  # seconds in which all ranks join, once they have met
-RETURN = 2.0  # seconds in which a rank whose connection was reset comes back
-PATIENCE = 5.0  # seconds in which a caller says that it is a rank
-SPARE = 128  # callers, at most, more than there are ranks: then the oldest is closed
+RETURN = 2.0  # seconds in which a rank whose connection was reset must reconnect
+PATIENCE = 5.0  # seconds in which a caller must identify itself
+SPARE = 128  # callers, at most, beyond the number of ranks: then the oldest is closed
 ACCEPTS = 64  # connections accepted in one turn
 
 
@@ -35,10 +35,10 @@ def at(action: str) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """Who failed first, doing what, and why.
+    """The rank that failed first, its action, and why.
 
-    quick: no rank can go on to a better end, so all leave at once. address: of a process that says
-    nothing any more (JSON); its peers on the same host end it.
+    quick: no rank can end in a better way, so all leave at once. address: of a process that no
+    longer responds (JSON); its peers on the same host kill it.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Cause:
 
 @dataclass(eq=False)
 class Caller:
-    """A connection, since a time, that has not said who it is."""
+    """A connection that has not identified itself yet. since: when it was accepted."""
 
     connection: Connection
     since: float
@@ -62,23 +62,23 @@ class Caller:
 
 @dataclass(eq=False)
 class Member:
-    """A rank that has joined: what the coordinator knows of it. session: of its process."""
+    """The coordinator's state of a rank that has joined. session: identifies its process."""
 
     rank: int
     session: Any
     connection: Connection | None
-    address: str  # of its host, as the others know it
+    address: str  # of its host, as other hosts reach it
     action: str = "start-up"
     last: float = field(default_factory=time.monotonic)  # when it last reported
-    disconnected: float | None = None  # since when its connection is broken
-    left: bool = False  # it said that it leaves, or it is lost
+    disconnected: float | None = None  # when its connection broke
+    left: bool = False  # it has announced its end, or it is lost
 
 
 class Coordinator(threading.Thread):
     """Accept one connection per rank, decide on the first cause, send it to all.
 
-    listener: a socket that listens. secret: what a rank says in its hello. silence: seconds without
-    a message after which a rank counts as lost. beat: seconds between beats. detector: finds hangs.
+    listener: a socket that listens. secret: the one in a rank's hello. silence: seconds without a
+    message after which a rank counts as lost. beat: seconds between beats. detector: finds hangs.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Coordinator(threading.Thread):
     def run(self) -> None:
         try:
             self._serve()
-        finally:  # ranks notice at once where this thread breaks
+        finally:  # if this thread breaks, the ranks notice at once
             self.close()
 
     def close(self) -> None:
-        """Close every socket. A forked child calls it, too."""
+        """Close every socket. Forked children call it, too."""
         self.listener.close()
         for caller in self.callers:
             caller.connection.close()
@@ -128,7 +128,7 @@ class Coordinator(threading.Thread):
                 else:
                     self._listen(key.data)
             now = time.monotonic()
-            if quick or now - accepted > 0.1:  # callers take no more of rank 0's time than this
+            if quick or now - accepted > 0.1:  # so callers take little of rank 0's time
                 accepted = now
                 self._accept(now)
             if (
@@ -145,7 +145,7 @@ class Coordinator(threading.Thread):
                     messages.send(member.connection, "alive", action=self._action_of_rank_0())
 
     def elsewhere(self) -> str:
-        """Return which ranks rank 0 waits for, or where else than rank 0 they are, or ""."""
+        """Return words on the ranks that rank 0 waits for, or that are not where it is, or ""."""
         members = list(self.members.values())
         if absent := sorted(set(range(self.world)) - {m.rank for m in members}):
             return f"waiting for {spans(absent)}, to join the failure channel"
@@ -162,13 +162,13 @@ class Coordinator(threading.Thread):
         return self.members[0].action if 0 in self.members else Member.action
 
     def _needed(self) -> bool:
-        """Return whether somebody still has to join or to leave."""
+        """Return whether any rank still has to join or to leave."""
         if len(self.members) < self.world:
             return True
         return any(m.connection is not None or m.disconnected for m in self.members.values())
 
     def _accept(self, now: float) -> None:
-        """Accept callers; close those that are too many or do not say in time who they are."""
+        """Accept callers; close those that are too many or do not identify themselves in time."""
         for _ in range(ACCEPTS):
             try:
                 caller = Caller(Connection(self.listener.accept()[0], HELLO), now)
@@ -190,7 +190,7 @@ class Coordinator(threading.Thread):
         return caller.connection
 
     def _greet(self, caller: Caller) -> None:
-        """Make a caller that knows the secret a member, for the first time or again."""
+        """Make a caller with the right secret a member, for the first time or again."""
         hellos = caller.connection.read()
         if not hellos and not caller.connection.ended:
             return
@@ -217,7 +217,7 @@ class Coordinator(threading.Thread):
             messages.send(connection, "cause", **vars(self.decided))
 
     def _refusal(self, hello: Fields) -> str:
-        """Return why a caller is no rank of this start, or "" where it is one."""
+        """Return why a caller is not a rank of this start, or "" if it is one."""
         rank, secret = hello.get("rank"), str(hello.get("secret")).encode(errors="replace")
         if not hmac.compare_digest(secret, self.secret):
             return "it has another secret: all ranks of a run need the same WEFT_SECRET"
@@ -236,13 +236,13 @@ class Coordinator(threading.Thread):
         member.connection = None
 
     def _listen(self, member: Member) -> None:
-        """Read a member's messages and notice its end.
+        """Read a member's messages and detect its end.
 
-        The kernel closes the connection of a killed process in order, or resets it where something
-        was not read. It may also be reset on the way: the process, if it lives, comes back.
+        The kernel closes the connection of a killed process in order, or resets it if data were not
+        read. The network may also reset it: then the process, if it is alive, reconnects.
         """
         if member.connection is None:
-            return  # it came back in this turn
+            return  # it reconnected in this turn
         for kind, fields in messages.receive(member.connection):
             self.hear(member, kind, fields)
         ended = member.connection.ended
@@ -254,7 +254,7 @@ class Coordinator(threading.Thread):
                 member.disconnected = time.monotonic()
 
     def hear(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
-        """Take a message of a member."""
+        """Handle a message of a member."""
         member.last = time.monotonic()
         member.action = fields.get("action", member.action)
         if kind in ("bye", "failed"):
@@ -273,9 +273,9 @@ class Coordinator(threading.Thread):
             self._unheard(member, fields["address"], fields["seconds"])
 
     def _unheard(self, member: Member, address: str, seconds: float) -> None:
-        """Decide on a link between two ranks that is dead, where it leads to one that is here.
+        """Decide on a dead link between two ranks, if the far rank is connected here.
 
-        Where that rank is silent here too, its silence is the better cause.
+        If the far rank is silent here too, its silence is the better cause.
         """
         far = [m for m in self.members.values() if m.address == address and not m.left]
         if far and all(member.last - m.last < self.silence / 2 for m in far):
@@ -322,7 +322,7 @@ class Coordinator(threading.Thread):
                     messages.send(connection, "report", text=hang.text)
 
     def _behind(self, cause: Cause, members: list[Member], now: float) -> Cause:
-        """Return what is behind the report of a rank that gave up: the rank that it waited for."""
+        """Return the cause of a rank's report that it gave up: the rank that it waited for."""
         hang = self.detector.find(_reports(members, now))
         if hang is None:
             elsewhere = [m for m in members if m.action != cause.action][:2]
@@ -333,7 +333,7 @@ class Coordinator(threading.Thread):
         return Cause(hang.ranks[0], hang.action, why, quick=1)
 
     def _shared_by(self, cause: Cause) -> str:
-        """Return which ranks lost a connection, too, where one did and no process died."""
+        """Return the ranks that lost a connection as well, if the cause's rank lost one."""
         broken = [c for _, c in self.weak if c.why.startswith("CommunicationError: ")]
         lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
         if cause.rank not in lost or len(lost) == 1:
@@ -343,7 +343,7 @@ class Coordinator(threading.Thread):
         return f"; {who} lost contact (a connection broke while all processes were alive)"
 
     def decide(self, cause: Cause) -> None:
-        """Take the first cause, and tell all."""
+        """Record the first cause, and send it to all ranks."""
         if self.decided is None:
             self.decided = cause
             for member in self.members.values():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which rank hangs, from the reports of all ranks: the one that all others wait for.
 
-A rank without progress that waits for nobody hangs. Where every rank waits, the one that the others
-miss hangs: a collective has a number on its axis, and a rank that has not started that number is
-missing; a message has one sender. Ranks that wait for one another in a circle are named together.
+A rank that makes no progress and waits for no other rank hangs. If every rank waits, the rank that
+is missing in the others' waits hangs: a collective has a number on its axis, and a rank that has
+not started that number is missing; a message has one sender. Ranks that wait for one another in a
+cycle are reported together.
 """
 
 import json
@@ -20,9 +21,9 @@ from training.faults.process import Process
 from training.faults.store import spans
 
 TURNS = 4  # looks a second
-MOST = 3  # places that one line names
-TOGETHER = 1.0  # seconds: ranks stuck in one action within this hang together
-MOVING = 2.0  # seconds: a rank with progress within them does not hang
+MOST = 3  # places in one line, at most
+TOGETHER = 1.0  # seconds: ranks that get stuck in one action within this time hang together
+MOVING = 2.0  # seconds: a rank with progress within this time does not hang
 WHERE = {
     "data": "in the data loader",
     "checkpoint": "in a checkpoint's files",
@@ -35,10 +36,10 @@ WHERE = {
 
 @dataclass
 class Status:
-    """What the coordinator knows of a rank. stuck: seconds without progress. unsure: seconds by
-    which it may be longer, as an action is seen at the first beat after it began.
+    """The status of a rank. stuck: seconds without progress. unsure: seconds by which it may be
+    longer, as an action is seen only at the first beat after it began.
 
-    The rest is HangWatch.status; all of it is known once a rank makes no progress.
+    The other fields are those of HangWatch.status; all are set once a rank makes no progress.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class Status:
 
     @classmethod
     def of(cls, rank: int, action: str, fields: dict[str, Any], silent: float) -> "Status":
-        """Return the status of a rank that said this `silent` seconds ago."""
+        """Return the status of a rank that sent these fields `silent` seconds ago."""
         wait, limit = fields.get("wait"), fields.get("limit")
         return cls(
             rank,
@@ -72,7 +73,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that hang, the first of them first, and the sentence about it."""
+    """The ranks that hang, first the one that hung first, and the sentence about it."""
 
     ranks: tuple[int, ...]
     action: str
@@ -81,7 +82,7 @@ class Hang:
 
 
 class HangDetector:
-    """Collect the reports of all ranks; name a hang once, and say when it ends the run.
+    """Collect the reports of all ranks; report a hang once, and determine when it ends the run.
 
     deadline: seconds without progress after which the run ends in any phase; hang_timeout: after
     set-up (None: the deadline). place: where this process is, in JSON.
@@ -91,11 +92,11 @@ class HangDetector:
         self.deadline, self.hang_timeout, self.place = deadline, hang_timeout, place
         self._fields: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}
-        self._reported: set[int] = set()  # ranks of which a report was made, until they move
+        self._reported: set[int] = set()  # ranks reported as hanging, until they make progress
         self._looked = 0.0
 
     def hear(self, rank: int, kind: str, text: str) -> None:
-        """Take a rank's status or place, in JSON."""
+        """Store a rank's status or place, in JSON."""
         if kind == "place":
             self._places[rank] = text
         else:
@@ -128,16 +129,16 @@ class HangDetector:
         return find(self._statuses(reports))
 
     def elsewhere(self, reports: list[tuple[int, str, float]]) -> str:
-        """Return which ranks rank 0 waits for, or where else than rank 0 they are, or ""."""
+        """Return words on the ranks that rank 0 waits for, or that are not where it is, or ""."""
         return elsewhere(self._statuses(reports))
 
     def why_silent(self, rank: int, otherwise: str) -> tuple[str, str]:
-        """Return why a rank says nothing, as far as this host tells, and its process's place."""
+        """Return why a rank is silent, as far as this host can tell, and its process's place."""
         place = self._places.get(rank, "")
         return silence(json.loads(place or "{}"), otherwise), place
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether a rank's process has ended, as far as this host tells."""
+        """Return whether a rank's process has ended, as far as this host can tell."""
         return Process(json.loads(self._places.get(rank, "") or "{}")).gone
 
     def patience(self, rank: int, silence: float) -> float:
@@ -147,7 +148,7 @@ class HangDetector:
         return self.shortest(silence)
 
     def shortest(self, silence: float) -> float:
-        """Return the same for a rank after set-up."""
+        """Return the same seconds for a rank after set-up."""
         return min(silence, self.hang_timeout or silence)
 
     def _statuses(self, reports: list[tuple[int, str, float]]) -> list[Status]:
@@ -163,7 +164,7 @@ class HangDetector:
 
 
 def find(ranks: Sequence[Status]) -> Hang | None:
-    """Return the ranks that hang, None where what the others wait for still moves."""
+    """Return the ranks that hang, None if the rank that the others wait for makes progress."""
     still = [s for s in ranks if s.stuck >= MOVING]
     if not still:
         return None
@@ -186,8 +187,8 @@ def find(ranks: Sequence[Status]) -> Hang | None:
 
 
 def elsewhere(ranks: Sequence[Status]) -> str:
-    """Return "rank 3 is at: saving (training/checkpoint/save.py:99 (save))" of the ranks that rank
-    0 waits for in a collective; where it is in none, of those that are somewhere else.
+    """Return "rank 3 is at: saving (training/checkpoint/save.py:99 (save))" for the ranks that rank
+    0 waits for; if it waits for none, for those that are at another place.
     """
     here = {s.rank: s for s in ranks}
     mine = here.get(0)
@@ -211,7 +212,7 @@ def elsewhere(ranks: Sequence[Status]) -> str:
 
 
 def missing(waiter: Status, ranks: dict[int, Status]) -> list[Status]:
-    """Return the peers that this rank's wait needs and that are not there yet."""
+    """Return the peers that this rank waits for and that have not arrived yet."""
     if waiter.wait is None:
         return []
     _, axis, peers, number = waiter.wait
@@ -222,7 +223,7 @@ def missing(waiter: Status, ranks: dict[int, Status]) -> list[Status]:
 
 
 def _end_of_chain(still: Sequence[Status], ranks: dict[int, Status]) -> list[Status]:
-    """Follow who waits for whom from the rank stuck longest; return the end of the chain."""
+    """Follow the chain of waits from the rank stuck longest; return its end, or its cycle."""
     path = [max(still, key=lambda s: s.stuck)]
     while absent := missing(path[-1], ranks):
         following = max(absent, key=lambda s: s.stuck)
@@ -275,7 +276,7 @@ def _of(wait: Wait | None) -> str:
 
 
 def silence(place: dict[str, Any], otherwise: str) -> str:
-    """Return why a rank gives no heartbeat, as far as this host tells; else `otherwise`.
+    """Return why a rank sends no heartbeat, as far as this host can tell; else `otherwise`.
 
     place: of its process.
     """

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know whether this rank makes progress, and where it is if it does not.
+"""Determine whether this rank makes progress, and where it is if it does not.
 
-The monitor's thread calls `status()` at each beat; rank 0 (hang_detector.py) compares
-the answers. A rank makes progress when its action changes, when a wait for other ranks ends, and,
+The monitor's thread calls `status()` at each beat; rank 0 (hang_detector.py) compares the results
+of all ranks. A rank makes progress when its action changes, when a wait for other ranks ends, and,
 in set-up, a load and a save, when it reads or writes a MiB. A rank has a limit in each phase:
 FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not
-been measured has none, so set-up, the first step, the first evaluation and the first save are
+been measured has no limit, so set-up, the first step, the first evaluation and the first save are
 exempt.
 
-Where Python itself is blocked (a library holds the interpreter's lock) no thread of this process
-can report. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
-can read (training/faults/process.py), and an alarm of the kernel ends the process at last.
+If Python itself is blocked (a library holds the GIL), no thread of this process can report. Then
+faulthandler, which is written in C, writes the stacks into memory that the ranks of this host can
+read (training/faults/process.py), and finally an alarm of the kernel ends the process.
 """
 
 import math
@@ -29,9 +29,9 @@ from training.faults.activity import own_lines, say
 from training.faults.process import Dump
 
 FACTOR = 10.0
-WINDOW = 20  # times of a phase that are remembered
-QUIET = 1.0  # seconds without progress after which a status says where the rank is
-BYTES = 1 << 20  # read or written: movement
+WINDOW = 20  # last times of a phase that are kept
+QUIET = 1.0  # seconds without progress after which a status has the rank's place
+BYTES = 1 << 20  # read or written: this much is progress
 IN_FILES = ("set-up", "load", "save")  # phases in which files are read or written
 LATE = 5.0  # seconds after the deadline at which the kernel's alarm ends the process
 FRAMES = 12  # of our own code, in a report
@@ -41,12 +41,12 @@ _HELPERS = (("training/data/", "weft-loader"), ("training/checkpoint/stage.py", 
 
 
 class HangWatch:
-    """What this rank does since when, and its limits. `enter` is the rank's, the rest is the
-    monitor's thread's.
+    """The progress of this rank and its limits. The rank calls `enter`, the monitor's thread calls
+    the rest.
 
-    waits: the rank's, of the thread that is watched (None: a rank without peers, this thread).
-    floor: the least limit, in seconds. deadline: seconds without movement after which the run ends
-    in any phase; hang_timeout: after set-up (None: the deadline).
+    waits: of the rank's thread that is watched (None: a rank without peers, this thread). floor:
+    the least limit, in seconds. deadline: seconds without progress after which the run ends in any
+    phase; hang_timeout: after set-up (None: the deadline).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HangWatch:
         self.phase, self._entered = phase, now
 
     def limit(self) -> float | None:
-        """Return the seconds that this phase may stand still, None where that is not known."""
+        """Return the seconds that this phase may make no progress, None if not known yet."""
         durations = self._durations.get(self.phase)
         return max(self.floor, FACTOR * max(durations)) if durations else None
 
@@ -82,13 +82,13 @@ class HangWatch:
         return silence if self.phase == "set-up" else min(silence, self.hang_timeout or silence)
 
     def status(self, action: str, beat: float) -> dict[str, Any]:
-        """Return what rank 0 needs. action: the rank's. beat: seconds between two calls."""
+        """Return this rank's status for rank 0. action: the rank's. beat: seconds between calls."""
         now = time.monotonic()
-        if action is not self._action:  # a new one, even in the same words
+        if action is not self._action:  # a new one, even with the same words
             self._action, self._moved = action, now
             self._unsure = min(now - self._queried, 2 * beat)
         if now - self._queried > 5 * beat + QUIET:
-            self._moved = now  # this process was stopped, or its thread was: begin again
+            self._moved = now  # this process or this thread was stopped: measure anew
         self._queried = now
         wait, moved = self.waits.now, max(self._moved, self.waits.moved)
         stuck = now - moved
@@ -117,7 +117,7 @@ class HangWatch:
         return place_of(sys._current_frames(), self.waits.thread, self.phase)
 
     def stacks(self) -> str:
-        """Return the stack of the main thread, and of the threads that it may be waiting for."""
+        """Return the stacks of the main thread and of the threads that it may be waiting for."""
         frames, parts = sys._current_frames(), []
         helpers = tuple(name for _, name in _HELPERS)
         for thread in threading.enumerate():
@@ -129,18 +129,18 @@ class HangWatch:
         return ("".join(parts) + flight_recorder()).rstrip()
 
     def report(self, rank: int, text: str) -> str:
-        """Write the stacks to stderr, below rank 0's text where that is on another rank's stderr;
-        return the lines of our code.
+        """Write the stacks to stderr, on other ranks than 0 below rank 0's text; return the lines
+        of our code.
         """
         say(f"[rank {rank}] {text}\n{self.stacks()}" if rank else self.stacks())
         return " <- ".join(self.place()[2])
 
     def arm(self, silence: float, several: bool) -> None:
-        """Let C code report and end this process if Python does not come here again in time.
+        """Make C code report and end this process unless Python calls this again in time.
 
         silence: seconds after which the other ranks count this one as lost. several: there are
-        others; a single rank's stacks go to stderr, and only --hang-timeout ends it, since a user
-        may stop and continue it.
+        other ranks; the stacks of a single rank go to stderr, and only --hang-timeout ends it,
+        since a user may stop and continue it.
         """
         with self._lock:
             if self._over:
@@ -155,7 +155,7 @@ class HangWatch:
                 self.dump.arm(self.hang_timeout + LATE / 2, end=True)
 
     def disarm(self) -> None:
-        """Take back what arm() set, for good."""
+        """Undo arm() and prevent further calls of it."""
         with self._lock:
             self._over = True
             self.dump.disarm()
@@ -165,8 +165,8 @@ class HangWatch:
 def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str, str, list[str]]:
     """Return where a thread is: the kind of place, its line of our code, and our frames.
 
-    The kinds: "data", "checkpoint", "evaluation", "set-up", "communication" (but in no wait that is
-    counted) and "compute". A thread that waits for a helper of its own is where that one is.
+    The kinds: "data", "checkpoint", "evaluation", "set-up", "communication" (but in no recorded
+    wait) and "compute". The place of a thread that waits for its helper thread is the helper's.
     """
     own = own_lines(frames.get(thread))
     for where, name in _HELPERS:
@@ -186,7 +186,7 @@ def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str
 
 
 def _bytes_moved() -> int:
-    """Return the bytes that this process has read and written, 0 where the system does not say."""
+    """Return the bytes that this process has read and written, 0 if they are not known."""
     try:
         with open("/proc/self/io") as file:
             pairs = (line.split(":") for line in file)
@@ -196,7 +196,7 @@ def _bytes_moved() -> int:
 
 
 def flight_recorder() -> str:
-    """Return NCCL's record of collectives that began and are not over, "" where there is none."""
+    """Return NCCL's record of unfinished collectives, "" if there is none."""
     dump = nccl_record()
     if dump is None:
         return ""

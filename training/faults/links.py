@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find links between hosts that are dead while both processes live, from what the kernel knows.
+"""Find dead links between hosts whose processes are alive, from the kernel's TCP state.
 
-A collective over a dead link waits: TCP sends its data again for a quarter of an hour before it
-gives up. The sender's kernel counts these vain attempts (TCP_INFO). A peer that is only slow, or
-stopped, still acknowledges what it is sent, and even that it has no room for more. Linux only.
+A collective over a dead link waits: TCP retransmits its data for a quarter of an hour before it
+gives up. The sender's kernel counts these retransmissions (TCP_INFO). A peer that is only slow, or
+stopped, still acknowledges the data it receives, and even that its buffer is full. Linux only.
 """
 
 import os
@@ -24,11 +24,11 @@ class Links:
 
     def __init__(self, limit: float) -> None:
         self.limit, self._looked = limit, 0.0
-        self._vain: dict[tuple[str, str], float] = {}  # (socket, address): since when nothing comes
+        self._vain: dict[tuple[str, str], float] = {}  # {(socket, address): silent since}
 
     def dead(self) -> Iterator[tuple[str, float]]:
-        """Yield the addresses that have acknowledged nothing for longer than the limit, and how
-        long. It looks at most every LOOK seconds.
+        """Yield (address, seconds) of peers that have acknowledged nothing for longer than the
+        limit. It looks at most every LOOK seconds.
         """
         now = time.monotonic()
         if now - self._looked < min(LOOK, self.limit / 4):
@@ -41,7 +41,7 @@ class Links:
 
 
 def _vain() -> Iterator[tuple[str, str]]:
-    """Yield the connections on which the last attempts were in vain: (socket, peer's address)."""
+    """Yield (socket, peer's address) of connections with retransmissions or probes unanswered."""
     try:
         descriptors = os.listdir("/proc/self/fd")
     except OSError:
@@ -53,7 +53,7 @@ def _vain() -> Iterator[tuple[str, str]]:
                 continue
             sock = socket.socket(fileno=int(fd))
         except OSError:
-            continue  # closed since
+            continue  # closed meanwhile
         try:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
@@ -62,7 +62,7 @@ def _vain() -> Iterator[tuple[str, str]]:
         except (OSError, struct.error):
             continue  # not TCP, or not connected
         finally:
-            sock.detach()  # it belongs to whoever opened it
+            sock.detach()  # its owner keeps the descriptor
         state, retransmits, probes = info[0], info[2], info[3]
         if state == ESTABLISHED and (retransmits or probes) and not is_loopback(address):
             yield name, address

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The failure channel's messages: their kinds, and the types of their fields.
 
-Text that came over the wire has no control characters left: it may be printed.
+Control characters are removed from text that came over the wire, so it may be printed.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ FORMAT: dict[str, dict[str, type]] = {
     "status": {"said": str},  # of a rank without progress: HangWatch.status, in JSON
     "stack": {"text": str},  # of a rank, after a report
     "place": {"said": str},  # where a rank's process is, rank 0's too: Dump.address, in JSON
-    "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for so long
+    "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for these
     "bye": {},
-    "alive": {"action": str},  # rank 0's beat, with what rank 0 is doing
+    "alive": {"action": str},  # rank 0's beat, with rank 0's action
     "report": {"text": str},  # of rank 0 to a rank that hangs
     "cause": {"rank": int, "action": str, "why": str, "quick": int, "address": str},
 }
-QUEUE = 1 << 18  # bytes that may wait for a peer that does not read
-LARGEST = 1e9  # no number of ours is larger
+QUEUE = 1 << 18  # bytes that may be queued for a peer that does not read
+LARGEST = 1e9  # an upper bound on valid numbers
 
 
 class Message(NamedTuple):
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 def send(connection: Connection, kind: str, **fields: Any) -> None:
-    """Queue a message, unless too much waits for a peer that does not read."""
+    """Queue a message, unless too much is queued for a peer that does not read."""
     names = FORMAT[kind]
     assert fields.keys() == names.keys(), f"{kind} has {sorted(names)}, not {sorted(fields)}"
     if connection.waiting() < QUEUE:
@@ -42,7 +42,7 @@ def send(connection: Connection, kind: str, **fields: Any) -> None:
 
 
 def checked(received: dict[str, Any]) -> Message:
-    """Return a message as it was sent. Raises ValueError where it is none of FORMAT's."""
+    """Return a received dict as a message. Raises ValueError if it does not match FORMAT."""
     kind = received.pop("kind", None)
     names = FORMAT.get(kind) if isinstance(kind, str) else None
     if names is None or received.keys() != names.keys():
@@ -60,12 +60,12 @@ def checked(received: dict[str, Any]) -> Message:
 
 
 def receive(connection: Connection) -> list[Message]:
-    """Return the messages that have arrived; `connection.ended` says whether more may come."""
+    """Return the messages that have arrived; `connection.ended` is "" if more may arrive."""
     return check(connection, connection.read())
 
 
 def check(connection: Connection, received: list[dict[str, Any]]) -> list[Message]:
-    """Return what was received as messages; anything else ends the connection."""
+    """Return the received dicts as messages; an invalid one ends the connection."""
     messages = []
     for words in received:
         try:

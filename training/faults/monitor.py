@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's end of the one failure channel, which finds who failed first and tells everyone.
+"""A rank's end of the failure channel, which finds the rank that failed first and notifies all.
 
-A rank killed with -9 says nothing. Its neighbours see a closed connection, leave, and so close
+A rank killed with -9 reports nothing. Its neighbours see a closed connection, exit, and so close
 theirs; soon every rank blames another. So each rank holds one TCP connection to a coordinator in
-rank 0 that carries nothing but life signs: the kernel closes it the moment a process dies, whatever
-killed it. The coordinator decides on ONE first cause and sends it to all. If the coordinator itself
-goes, rank 0 is the first cause.
+rank 0, which carries little but heartbeats: the kernel closes it the moment a process dies,
+whatever killed it. The coordinator decides on ONE first cause and sends it to all ranks. If the
+coordinator itself dies, rank 0 is the first cause.
 
     rank r  -- hello, beats with its action, "failed", goodbye -->  coordinator (a thread of rank 0)
     rank r  <-- beats; the first cause: {rank, action, why} ------  coordinator
 
-An end of file without goodbye is a death and counts at once, and so does an error of the rank's
-own. A report that only says that somebody else is gone ("a collective failed") or that a signal
-came (launchers send one to the survivors) waits for a better explanation. No beat for `silence`
-seconds (a stopped process, a lost machine) is a cause too. A connection that was reset is no death
-while both processes live: the rank comes back to the coordinator.
+An end of file without goodbye is a death and counts at once, and so does an error of the rank
+itself. A report that only shows that another rank is gone ("a collective failed") or that a signal
+arrived (launchers send one to the survivors) waits for a better cause. No beat for `silence`
+seconds (a stopped process, a lost machine) is a cause too. A reset connection is not a death while
+both processes are alive: the rank reconnects to the coordinator.
 """
 
 import json
@@ -45,18 +45,18 @@ from training.files.untrusted import printable
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
-QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
-SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
-LASTING = (ConnectionRefusedError, TimeoutError, wire.Refused)  # trying again does not help
+QUICK = 1.0  # seconds for the main thread to unwind if no rank can continue
+SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death that caused it
+LASTING = (ConnectionRefusedError, TimeoutError, wire.Refused)  # retrying does not help
 JOIN_TIMEOUT = 60.0  # seconds, at most, until all ranks have joined
-JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
+JOINING = 5.0  # seconds, at most, for a rank to join once it has the address
 
 
 def exited_early(error: BaseException | None) -> str:
     """Return a sentence about a sys.exit(0) that ends a run before it is done, else "".
 
-    A system keeps 8 bits of an exit code: 256 is 0. A parser that has printed its help may end the
-    process so.
+    The system keeps 8 bits of an exit code: 256 is 0. A parser that has printed its help may exit
+    in this way.
     """
     if not isinstance(error, SystemExit):
         return ""
@@ -74,20 +74,20 @@ def exited_early(error: BaseException | None) -> str:
 
 
 class FailureMonitor:
-    """This rank's end of the failure channel. `action` is what the rank is doing, in words.
+    """This rank's end of the failure channel. `action` is the rank's current action, in words.
 
-    Use it as a context manager round the whole run. An exception that leaves it is reported. Where
-    the exception only says that a peer is gone, the first cause, stored in `first`, is printed. A
-    rank that learns of a failure while it is stuck in a collective prints the cause and ends with
-    exit code 1 after `unwind` seconds. At world size 1 the monitor only watches for a hang.
+    Use it as a context manager around the whole run. An exception that leaves it is reported. If
+    the exception only shows that a peer is gone, the first cause, stored in `first`, is printed. A
+    rank that is notified of a failure while it is stuck in a collective prints the cause and ends
+    with exit code 1 after `unwind` seconds. At world size 1 the monitor only watches for a hang.
 
-    store, host: where the ranks met, and on which host of theirs rank 0 is. secret: what every rank
-    of the run knows and nobody else; b"": the store alone tells it. grace: seconds that "a
-    collective failed" waits for a better cause. silence: seconds without a beat after which a rank
-    counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512 ranks.
-    watch: what finds out whether this rank hangs. tell: called with the first cause where it is
-    printed. activity: what this rank does; on rank 0 it tells where the others are, too. Raises
-    CommunicationError where rank 0 is not reached.
+    store, host: the store where the ranks met, and rank 0's host. secret: shared by all ranks of
+    the run and nobody else; b"": only the salt in the store protects the channel. grace: seconds
+    that "a collective failed" waits for a better cause. silence: seconds without a beat after which
+    a rank counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512
+    ranks, or less where `silence` is short. watch: determines whether this rank hangs. tell: called
+    with the first cause when it is printed. activity: this rank's activity; on rank 0 its lines
+    also have the places of the other ranks. Raises CommunicationError if rank 0 cannot be reached.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class FailureMonitor:
         self._notified, self._failed = threading.Event(), threading.Event()
         self._ended = threading.Event()
         self._own, self._left, self._printed = "", False, False
-        self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
+        self._report: dict[str, Any] = {}  # the report of this rank's failure, once it is sent
         self._lock = threading.Lock()
         self._session = secrets.token_hex(8)
-        self._to_gpu = to_this_gpu()  # NCCL's flight recorder asks for events of CUDA
+        self._to_gpu = to_this_gpu()  # NCCL's flight recorder queries CUDA events
         self._connection: wire.Connection | None = None
         self._coordinator: Coordinator | None = None
         if world == 1:
@@ -138,7 +138,7 @@ class FailureMonitor:
             text = str(error).splitlines()[0]
             raise CommunicationError(f"rank 0 cannot be reached at {host}: {text}") from error
         if self._coordinator is None:
-            self.activity.started()  # rank 0 tells the rest
+            self.activity.started()  # from here on rank 0 prints
         else:
             self.activity.others = self._coordinator.elsewhere
         close = weakref.WeakMethod(self._close)
@@ -148,9 +148,9 @@ class FailureMonitor:
         ).start()
 
     def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
-        """Start the coordinator and tell the store where it listens.
+        """Start the coordinator and write its address to the store.
 
-        `salt` makes the secret of this one start from the run's.
+        The secret of this start is derived from the run's secret and `salt`.
         """
         last = self.world - 1
         address, listener = listen_as_known(
@@ -166,7 +166,7 @@ class FailureMonitor:
         return coordinator
 
     def _from(self, store: Any, rank: int, key: str) -> str:
-        """Return what another rank writes into the store for the failure channel."""
+        """Return the value that another rank writes to the store for the failure channel."""
         late = TimeoutError(f"rank {rank} connected and then ended, or does not go on")
         return await_key(
             store, key, time.monotonic() + JOIN_TIMEOUT, lambda: late, activity=self.activity,
@@ -175,7 +175,7 @@ class FailureMonitor:
 
     @property
     def action(self) -> str:
-        """What the rank is doing, in words."""
+        """The rank's current action, in words."""
         return self.activity.what
 
     @action.setter
@@ -191,13 +191,13 @@ class FailureMonitor:
         first = self.watch.phase == "set-up"
         self.watch.enter(phase)
         self.action = action
-        if first and self._connection is not None:  # at once: rank 0 is less patient from now on
+        if first and self._connection is not None:  # at once: rank 0's limits get shorter
             received = json.dumps({"phase": phase, "stuck": 0.0})
             messages.send(self._connection, "beat", action=action)
             messages.send(self._connection, "status", said=received)
 
     def _join(self, seconds: float) -> tuple[wire.Connection, list[Message]]:
-        """Connect to the coordinator; try again what may pass. Raises OSError."""
+        """Connect to the coordinator; retry after temporary errors. Raises OSError."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
@@ -212,7 +212,7 @@ class FailureMonitor:
             time.sleep(0.1)
 
     def _listen(self, received: list[Message]) -> None:
-        """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
+        """Send beats and read the coordinator's, until this rank leaves or any rank fails."""
         self._to_gpu()
         looked = sent = last_report = time.monotonic()
         place0, doing = "{}", ""  # where rank 0's process is, and its last action
@@ -275,9 +275,9 @@ class FailureMonitor:
             self._stop(Cause(0, self.action, hang.text, quick=1))
 
     def _come_back(self) -> tuple[str, list[Message]]:
-        """Connect to the coordinator again; return why that failed, or "", and what it says.
+        """Reconnect to the coordinator; return why that failed, or "", and its first messages.
 
-        Where rank 0's process is dead nothing listens any more, and that is known at once.
+        If rank 0's process is dead, nothing listens any more, and the connection fails at once.
         """
         try:
             self._connection, received = self._join(RETURN)
@@ -307,14 +307,14 @@ class FailureMonitor:
 
     def _print(self) -> None:
         """Print the first cause once, unless it is this rank's own error."""
-        with self._lock:  # held while writing: the thread that comes second may end the process
+        with self._lock:  # held while writing: the second thread may end the process
             cause, silent = self.first, self._printed
             self._printed = True
             if cause is None or silent or cause.why == self._own:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
             self._on_failure(str(cause))
-            self.activity.started()  # what this rank waits for no longer counts
+            self.activity.started()  # print no more lines on waits
             say(f"[rank {self.rank}] stopping{doing}: {cause}")
 
     def _leave(self) -> None:
@@ -355,7 +355,7 @@ class FailureMonitor:
         messages.send(self._connection, "failed", **self._report)
         if self._notified.wait(timeout=self._grace + 5):
             self._print()
-        if self._coordinator is not None:  # it goes with rank 0: the others hear the cause first
+        if self._coordinator is not None:  # it ends with rank 0: send the cause first
             deadline = time.monotonic() + 1.0
             while self._coordinator.has_others() and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -363,7 +363,7 @@ class FailureMonitor:
             raise RuntimeError(why) from error
 
     def _say_bye(self) -> None:
-        """Leave in peace; rank 0 leaves last, so that nobody sees it die."""
+        """Leave without failure; rank 0 leaves last, so that no rank reports its end."""
         self._left = True
         if self._connection is None:
             return
@@ -376,7 +376,7 @@ class FailureMonitor:
             self._coordinator.join(timeout=60)
 
     def _close(self) -> None:
-        """Close the sockets in a forked child: open there, they would hide the rank's death."""
+        """Close the sockets in a forked child: left open, they would hide the rank's death."""
         if self._connection is not None:
             self._connection.close()
         if self._coordinator is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at another rank's process on this host: is it stopped, where does its Python stand still?
+"""Inspect another rank's process on this host: whether it is stopped, and where it is blocked.
 
-A rank that gives no heartbeat cannot say why. Its peers on the same host can: the kernel tells
+A rank that sends no heartbeat cannot report why. Its peers on the same host can: the kernel shows
 whether it is stopped, and faulthandler has written its stacks into memory (Dump) that they open
-through /proc. They also end it, since no signal that Python handles would.
+through /proc. They also kill it, since a signal that Python handles would not end it.
 """
 
 import faulthandler
@@ -17,12 +17,12 @@ from mpu.comm.symmetric import host
 from training.faults.activity import own_line
 
 LIMIT = 1 << 16  # bytes of a dump that are read
-NAME = "weft-stacks"  # of a dump's memory, as /proc shows it
+NAME = "weft-stacks"  # the name of a dump's memory in /proc
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 class Dump:
-    """Memory without a name into which faulthandler writes all stacks of this process.
+    """Anonymous memory into which faulthandler writes all stacks of this process.
 
     thread: the identifier of the main thread.
     """
@@ -31,7 +31,7 @@ class Dump:
         self.thread, self._fd = thread, -1
 
     def arm(self, seconds: float, end: bool = False) -> None:
-        """Write the stacks unless this is called again in time.
+        """Write the stacks after these seconds, unless this is called again before.
 
         end: write them to stderr, then end the process with exit code 1.
         """
@@ -48,14 +48,14 @@ class Dump:
         return self._fd
 
     def disarm(self) -> None:
-        """Write nothing from now on."""
+        """Cancel the dump and close its memory."""
         faulthandler.cancel_dump_traceback_later()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def address(self) -> dict[str, Any]:
-        """Return where this process and its dump are, for `Process`."""
+        """Return the identifiers of this process and of its dump, for `Process`."""
         pid = os.getpid()
         return {
             "host": host(),
@@ -67,9 +67,9 @@ class Dump:
 
 
 class Process:
-    """A rank's process, as its peers see it. address: what its Dump says.
+    """A rank's process, as its peers see it. address: that of its Dump.
 
-    here: it is on this host. gone: it was, and has ended.
+    here: it runs on this host. gone: it ran on this host, and has ended.
     """
 
     def __init__(self, address: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Process:
         began = str(address.get("began", ""))
         self.here = bool(began) and address.get("host") == host() and self._pid > 0
         state, since = _stat(self._pid) if self.here else ("", "")
-        other = since not in ("", began)  # the number is used again
+        other = since not in ("", began)  # the process id has been reused
         ended = other or state in ("Z", "X") or not Path(f"/proc/{self._pid}").exists()
         self.gone = self.here and ended
         self.here = self.here and since == began
@@ -93,7 +93,7 @@ class Process:
             return []
         path = f"/proc/{self._pid}/fd/{self._fd}"
         try:
-            if NAME not in os.readlink(path):  # disarmed: a pipe may have this number, for instance
+            if NAME not in os.readlink(path):  # disarmed: the descriptor may have been reused
                 return []
             with open(path, "rb") as file:
                 text = file.read(LIMIT).decode(errors="replace")
@@ -108,16 +108,16 @@ class Process:
         return []
 
     def end(self) -> None:
-        """Kill it, if it is on this host and not this very process."""
+        """Kill the process, if it is on this host and is not the current one."""
         if self.here and self._pid != os.getpid():
             try:
                 os.kill(self._pid, signal.SIGKILL)
             except OSError:
-                pass  # it is gone, or another user's
+                pass  # it has ended, or belongs to another user
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return a process's state and when it began (ticks after boot), or two empty texts."""
+    """Return a process's state and its start time (ticks after boot), or two empty strings."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for what other ranks write into the store at which all meet, and print who is late.
+"""Wait for keys that other ranks write to the rendezvous store, and print which ranks are late.
 
     rank r   here/r = its host, process, place on its node, and a digest of its settings
     rank 0   late/WAIT = "", once it has printed that ranks are late in this wait
 
-Rank 0 names the ranks that it waits for, with their hosts. The others wait for rank 0, and print so
-where rank 0 prints nothing. A wait asks for one key, or one count; single ranks are looked for only
-where some are late.
+Rank 0 prints the ranks that it waits for, with their hosts. The others wait for rank 0, and print
+so if rank 0 prints nothing. A wait polls one key, or one count; the keys of single ranks are read
+only if some are late.
 """
 
 import json
@@ -20,17 +20,17 @@ from mpu.launch import Launch
 from training.faults.activity import LATER, Activity
 from training.files.untrusted import printable
 
-MOST = 4  # nodes that one line names
+MOST = 4  # nodes in one line, at most
 
 
 def place_of(launch: Launch, settings: str) -> str:
-    """Return this rank's host, process, place on its node and digest of settings: here/RANK."""
+    """Return the value of here/RANK: host, process, place on its node and digest of settings."""
     about = [socket.gethostname(), os.getpid(), launch.local_rank, launch.local_world]
     return json.dumps([*about, settings])
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 1 and 3", "ranks 0, 2, 8 to 15 and 3 more", of ascending ranks."""
+    """Return ascending ranks as "rank 3", "ranks 1 and 3", "ranks 0, 2, 8 to 15 and 3 more"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -51,8 +51,8 @@ def spans(ranks: Sequence[int]) -> str:
 def late_ranks(ranks: Sequence[int], store: Any, launch: Launch) -> str:
     """Return "rank 3 (process 71 on node0), ranks 8 to 15 (node 1, counted from 0)".
 
-    The host is what a rank has written, or another one of its node; ranks of a node are next to
-    each other, as most launchers number them, or their node is not named. store: of this start.
+    A node's host is the one that a rank of it has written. Nodes are named only if their ranks are
+    consecutive, as most launchers number them. store: of this start.
     """
     size, world = launch.local_world, launch.world
     nodes: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ def late_ranks(ranks: Sequence[int], store: Any, launch: Launch) -> str:
 
 
 def _place(store: Any, rank: int) -> tuple[str, int, int]:
-    """Return a rank's host, process and place on its node, ("", 0, 0) where it has written none."""
+    """Return a rank's host, process and place on its node, ("", 0, 0) if they are not written."""
     try:
         if store.check([f"here/{rank}"]):
             host, process, local_rank, *_ = json.loads(store.get(f"here/{rank}").decode())
@@ -100,9 +100,9 @@ def await_key(
 ) -> str:
     """Return the value of a key once it is set. Raises late() after the deadline.
 
-    activity: prints that this takes long: rank 0 at once; another rank where rank 0 does not, whose
-    mark for it is late/`wait`, or at once where rank 0 cannot have printed it (""). what: is waited
-    for, in words. by: the rank that sets the key.
+    activity: prints that the wait is slow. Rank 0 prints it first; another rank prints it only if
+    rank 0 has not, whose mark is late/`wait`, or at once if rank 0 cannot have printed it (wait is
+    ""). what: what this rank waits for, in words. by: the rank that sets the key.
     """
     began, told, first = time.monotonic(), False, activity.launch.rank == 0
 
@@ -129,9 +129,9 @@ def await_key(
 def poll(
     store: Any, key: str, deadline: float, look: Callable[[], None] = lambda: None
 ) -> str | None:
-    """Return the value of a key once it is set, None after the deadline; look() meanwhile.
+    """Return the value of a key once it is set, None after the deadline; call look() meanwhile.
 
-    It asks again and again: a wait inside of torch's store would let no signal through.
+    It polls, since a wait inside of torch's store would block signals.
     """
     pause = 0.005
     while not store.check([key]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry messages between ranks and the coordinator of the failure channel, which listens.
+"""Send messages between the ranks and the coordinator of the failure channel, which listens.
 
     frame                  length of the text, 4 bytes | text: a JSON object
 
@@ -7,9 +7,9 @@
     coordinator -> rank    {"refused": why} and the end, or {"welcome": true}
     both                   messages (messages.py)
 
-The secret tells a rank of this start from whatever else calls the port: another run, a scanner. The
-network is private, as torch's store and gloo need it to be: frames are neither signed nor
-encrypted.
+The secret distinguishes a rank of this start from other callers of the port: another run, a port
+scanner. The network must be private, as torch's store and gloo require: frames are neither signed
+nor encrypted.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from typing import Any
 
 from training.files.untrusted import printable
 
-HEAD = struct.Struct("!I")  # bytes of a frame's text
+HEAD = struct.Struct("!I")  # the length of a frame's text in bytes
 HELLO, LIMIT = 1 << 10, 1 << 20  # bytes of a hello's text, and of any text, at most
 READ = 1 << 16  # bytes read at a time
 PRINTED = 2000  # characters, at most, of one text
@@ -33,22 +33,22 @@ Fields = dict[str, Any]
 
 
 class Refused(ConnectionError):
-    """The coordinator does not take this rank: trying again does not help."""
+    """The coordinator rejects this rank: retrying does not help."""
 
 
 def secret_of(run: bytes, salt: str) -> str:
-    """Return what the ranks of one start say in their hellos: an HMAC of its salt under the run's
-    secret, which is not sent itself.
+    """Return the secret in the hellos of one start: an HMAC of its salt under the run's secret,
+    which is never sent.
     """
     return hmac.new(run, salt.encode(), hashlib.sha256).hexdigest()
 
 
 class Connection:
-    """A socket that carries frames both ways and waits for nobody unless asked to.
+    """A non-blocking socket that carries frames both ways; only `wait` blocks.
 
     address, here: the numeric addresses of the peer and of this side. limit: bytes of a text that
-    is read. ended: how it ended, as far as read() has seen: "" (not yet), "closed" (the peer's
-    kernel closed it in order), or "broken" (reset, timed out, or not what our peer sends).
+    is read, at most. ended: how it ended, as far as read() has seen: "" (not yet), "closed" (the
+    peer's kernel closed it in order), or "broken" (reset, timed out, or an invalid frame).
     """
 
     def __init__(self, sock: socket.socket, limit: int = LIMIT) -> None:
@@ -58,11 +58,11 @@ class Connection:
         self.here: str = sock.getsockname()[0]
         self.sock, self.limit, self.ended = sock, limit, ""
         self._in, self._out = bytearray(), bytearray()
-        self._reset = False  # a send saw the reset; then no read does
+        self._reset = False  # a send saw a reset, which no read reports then
         self._lock = threading.Lock()  # several threads send
 
     def send(self, message: Fields) -> None:
-        """Queue a message; send what the socket takes now."""
+        """Queue a message; send as much as the socket accepts now."""
         text = json.dumps(message).encode()
         assert len(text) <= LIMIT, "the frame is too long"
         with self._lock:
@@ -70,13 +70,13 @@ class Connection:
             self._flush()
 
     def flush(self) -> bool:
-        """Send what waits, as far as the socket takes it; return whether nothing is left."""
+        """Send queued bytes as far as the socket accepts them; return whether none are left."""
         with self._lock:
             self._flush()
             return not self._out
 
     def waiting(self) -> int:
-        """Return how many bytes the socket has not taken yet."""
+        """Return the number of queued bytes that are not sent yet."""
         return len(self._out)
 
     def _flush(self) -> None:
@@ -86,12 +86,12 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._out.clear()  # read() will see the end
+            self._out.clear()  # read() will report the end
             self._reset = self._reset or isinstance(error, ConnectionResetError)
 
     def wait(self, seconds: float) -> bool:
         """Wait until there is something to read; return whether there is."""
-        poll = select.poll()  # select.select() knows no descriptor above 1023
+        poll = select.poll()  # select.select() takes no descriptor above 1023
         try:
             poll.register(self.sock, select.POLLIN)
         except (OSError, ValueError):
@@ -99,7 +99,7 @@ class Connection:
         return bool(poll.poll(1000 * max(0.0, seconds)))
 
     def read(self) -> list[Fields]:
-        """Return the messages that have arrived whole; `ended` says whether more may come."""
+        """Return the messages that have arrived completely; `ended` is "" if more may arrive."""
         messages = list[Fields]()
         try:
             data = self.sock.recv(READ)
@@ -124,17 +124,18 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Close the socket in this process; a forked child that has it may keep it open."""
+        """Close the socket in this process; a forked child may still hold it open."""
         self.sock.close()
 
 
 def join(
     address: tuple[str, int], secret: str, rank: int, session: str, seconds: float
 ) -> tuple[Connection, list[Fields]]:
-    """Call the coordinator and say who this is; return its first messages after the welcome.
+    """Connect to the coordinator, send the hello; return the connection and its first messages.
 
-    seconds: for all of it. Raises OSError: ConnectionRefusedError where nothing listens, Refused
-    where the coordinator says no, TimeoutError.
+    The welcome is not among the messages. seconds: for all of it. Raises OSError:
+    ConnectionRefusedError where nothing listens, Refused where the coordinator rejects this rank,
+    TimeoutError.
     """
     deadline = time.monotonic() + seconds
     sock = socket.create_connection(address, timeout=seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make --attention-backend and --flash-attention-version hold on this rank's device."""
+"""Apply --attention-backend and --flash-attention-version on this rank's device."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ FA3 = "flash_attn_interface"  # the package that torch takes FlashAttention 3 fr
 def prepare_attention(config: Config, device: torch.device, note: Callable[[str], None]) -> None:
     """Activate the run's FlashAttention in torch, and note which attention runs.
 
-    Needs no other rank. Raises UsageError where the device cannot do what the flags ask.
+    Needs no other rank. Raises UsageError if the device cannot do what the flags ask.
     """
     card = card_of(device)
     attention_line(config, card)
@@ -28,11 +28,11 @@ def prepare_attention(config: Config, device: torch.device, note: Callable[[str]
 
 
 def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
-    """Let torch call a newer FlashAttention, where the run takes flash and the package is there.
+    """Make torch call a newer FlashAttention, where the run uses flash and its package is there.
 
-    Unasked that is 3, on Hopper, and not with --deterministic-mode, in which its backward refuses
-    wide heads. torch's own is 2. The operators' names stay: torch registers other kernels for them
-    (torch/nn/attention/_fa3.py).
+    The default is version 3 on Hopper, except with --deterministic-mode, in which its backward
+    refuses wide heads; elsewhere it is torch's own version 2. The operators keep their names: torch
+    registers other kernels for them (torch/nn/attention/_fa3.py).
     """
     p, dtype, size = config.parallel, config.run.dtype, config.model.kv_channels
     requested = p.flash_attention_version
@@ -47,7 +47,7 @@ def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
         return
     try:
         attention.activate_flash_attention_impl(f"FA{version}")
-    except Exception as error:  # a package that was built for another torch raises anything
+    except Exception as error:  # a package built for another torch may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         if requested is not None:
             raise UsageError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know the lowest loss on one set of held-out data so far, and which checkpoint has it.
+"""Track the lowest loss on one set of held-out data, and the checkpoint that has it.
 
-What is on disk counts: a loss whose save failed is none (training/checkpoint/evaluated.py). Every
-rank makes the same calls, and what they return follows from losses that are the same on all ranks
-and from saves of which all ranks know the end.
+Only checkpoints on disk count: a loss whose save failed is ignored
+(training/checkpoint/evaluated.py). Every rank makes the same calls and gets the same results, since
+the losses and the outcomes of the saves are the same on all ranks.
 """
 
 import math
@@ -35,21 +35,21 @@ class Evaluated:
 class Best:
     """The best checkpoint of one run, by --keep-best.
 
-    digests: {set: SHA-256 of what is evaluated on}. wait(): waits for the save under way, and
+    digests: {set: SHA-256 of its evaluation data}. wait(): waits for the save in progress, and
     returns once all ranks know how it ended.
     """
 
     def __init__(self, name: str, digests: Mapping[str, str], wait: Callable[[], None]) -> None:
         self.set = name or next(iter(digests), "")
         self._digest, self._wait = digests.get(self.set, ""), wait
-        self.saved: Evaluated | None = None  # the best one, which is on disk
-        self.pending: Evaluated | None = None  # a better one, of which a save is under way
+        self.saved: Evaluated | None = None  # the best one on disk
+        self.pending: Evaluated | None = None  # a better one, whose save is in progress
         self._last: Evaluated | None = None  # the last evaluation
-        self.written = -1  # the step that was saved last; the thread of a save sets it
+        self.written = -1  # the step that was saved last; the save's thread sets it
 
     def find(self, root: Path, last: int) -> tuple[list[Any] | None, str]:
         """Return the best of the checkpoints under `root` up to step `last`, as [step, loss], and a
-        line on those that were evaluated on other data ("" where none was). On one rank.
+        line on those that were evaluated on other data ("" if none was). One rank calls it.
         """
         found = [(n, step, e) for n, (step, e) in evaluations(root).items() if step <= last]
         here = self.set, self._digest
@@ -66,7 +66,7 @@ class Best:
         return None, line
 
     def begin(self, found: list[Any] | None) -> None:
-        """Go on from what find() returned."""
+        """Start from the result of find()."""
         self.saved = None if found is None else self._evaluated(*found)
         self.pending = self._last = None
 
@@ -74,8 +74,8 @@ class Best:
         return Evaluated(step, Evaluation(self.set, self._digest, loss))
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> bool:
-        """Take the losses of an evaluation; return whether this step is the best so far, so that it
-        is to be saved. An evaluation of no token, whose loss is NaN, never is.
+        """Record the losses of an evaluation; return whether this step is the best so far and is
+        therefore to be saved. An evaluation of no tokens, whose loss is NaN, never is.
         """
         self._last, loss = None, losses.get(self.set, math.nan)
         if not math.isfinite(loss):
@@ -87,16 +87,17 @@ class Best:
         return all(loss < each.loss and step != each.step for each in known)
 
     def settle(self) -> None:
-        """Wait for the save under way, and count what it has saved."""
+        """Wait for the save in progress; if it wrote the pending step, that is the best one."""
         self._wait()
         if self.pending is not None and self.pending.step == self.written:
             self.saved = self.pending
         self.pending = None
 
     def saving(self, step: int, only: bool) -> dict[str, Any]:
-        """Return what the state of a step that is being saved says of its evaluation.
+        """Return the entry on its evaluation for the state of a step that is being saved.
 
-        only: nothing else asks for the save. No other save is under way.
+        {} if the step was not evaluated. only: nothing else asks for the save. No other save may be
+        in progress.
         """
         if self._last is None or self._last.step != step:
             return {}
@@ -106,6 +107,6 @@ class Best:
 
     @property
     def names(self) -> list[str]:
-        """Return the directories of the best checkpoint, and of a better one on its way."""
+        """Return the directories of the best checkpoint, and of a better one being saved."""
         known = (self.saved, self.pending)
         return [step_name(each.step) for each in known if each is not None]

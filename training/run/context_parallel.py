@@ -10,8 +10,8 @@ from training.settings.config import Config
 
 
 def rank_batch(config: Config) -> tuple[tuple[int, int], Tensor | None, PackedSeqParams | None]:
-    """Return a rank's part of a micro-batch as the plan runs it: (rows, tokens), its position_ids
-    on the meta device and its documents, as training/data/context_part.py gives them.
+    """Return a rank's part of a micro-batch for the planner: (rows, tokens), its position_ids on
+    the meta device and its documents, as in training/data/context_part.py.
     """
     rows, length = config.batch.micro_batch_size, config.model.seq_length
     cp = config.parallel.context_parallel_size
@@ -22,11 +22,11 @@ def rank_batch(config: Config) -> tuple[tuple[int, int], Tensor | None, PackedSe
 
 
 def lines(config: Config) -> list[str]:
-    """Return a line: tokens of a rank, how keys and values travel, the balance of attention; at
-    --context-parallel-size 1 there is none.
+    """Return a line with the tokens of a rank, --cp-comm-type and the balance of attention; [] at
+    --context-parallel-size 1.
 
-    The balance is the FLOPs of the busiest rank's core attention over the mean of all, for a sample
-    of one document, and for one of four whose lengths divide by nothing.
+    The balance is the FLOPs of the busiest rank's core attention over the mean of all ranks, for a
+    sample of one document and for one of four documents of uneven lengths.
     """
     cp, s = config.parallel.context_parallel_size, config.model.seq_length
     if cp == 1:

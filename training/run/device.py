@@ -36,8 +36,8 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device. share_cores: on a CPU, take only this rank's share of the cores.
 
-    note is called with what the environment sets of the device's arithmetic, and on CUDA with the
-    device. Raises UsageError where ranks would share a GPU over NCCL.
+    note is called with lines on environment variables that change the device's arithmetic and, on
+    CUDA, on the device. Raises UsageError if ranks would share a GPU over NCCL.
     """
     lines = fp32_lines(config.run.allow_tf32)
     set_arithmetic(config.run.deterministic_mode, config.run.allow_tf32)
@@ -63,7 +63,7 @@ def choose_device(
 
 
 def _check_count(config: Config, launch: Launch) -> None:
-    """Raise UsageError where ranks would share a GPU over NCCL."""
+    """Raise UsageError if ranks would share a GPU over NCCL."""
     count, here = torch.cuda.device_count(), launch.local_world
     gloo = config.parallel.distributed_backend == "gloo"
     if here > count and not gloo and launched_by() == "torchrun":
@@ -76,10 +76,10 @@ def _check_count(config: Config, launch: Launch) -> None:
 
 
 def _check_launches(config: Config) -> None:
-    """Raise UsageError where stages of a pipeline would wait for each other without end.
+    """Raise UsageError if CUDA_LAUNCH_BLOCKING would deadlock the stages of a pipeline.
 
-    A stage posts a receive before it computes what its neighbour waits for, and on NCCL a receive
-    is a kernel that ends when the message has come.
+    A stage posts a receive before it computes the message that its neighbour waits for, and on NCCL
+    a receive is a kernel that runs until the message has arrived.
     """
     size = config.parallel.pipeline_model_parallel_size
     if size > 1 and config.parallel.distributed_backend != "gloo" and launches_block():
@@ -108,7 +108,7 @@ def _hidden(launch: Launch) -> str:
 
 
 def _about(device: torch.device) -> str:
-    """Return the device's name and what runs it."""
+    """Return the device's name, its driver and the build of torch."""
     has = torch.cuda.get_device_properties(device)
     built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     runs = f"driver {driver.version()}, " if driver.version() else ""
@@ -117,10 +117,10 @@ def _about(device: torch.device) -> str:
 
 
 def fp32_lines(allow_tf32: bool) -> list[str]:
-    """Return a line where a product of fp32 is computed in less, or somebody asked for that.
+    """Return a line if fp32 matmuls run in lower precision, or a setting had requested that.
 
-    Call it before `set_arithmetic`: it looks at torch's settings, too, as a sitecustomize.py or the
-    model's file may have left them.
+    Call it before `set_arithmetic`: it also reads torch's settings, which a sitecustomize.py or the
+    model's file may have changed.
     """
     if allow_tf32:
         return ["--allow-tf32: products of fp32 round their operands to TF32 on a GPU that has it"]
@@ -138,15 +138,16 @@ def fp32_lines(allow_tf32: bool) -> list[str]:
 
 
 def set_arithmetic(deterministic: bool, allow_tf32: bool = False) -> None:
-    """Set what torch's kernels may round and reorder. Call it before CUDA starts.
+    """Set how torch's kernels may round and reorder. Call it before CUDA starts.
 
-    A product of fp32 is computed in fp32, whatever the environment or another program set before
-    (`mpu.launch.as_fp32` has done what torch reads when it is imported). allow_tf32: it may round
-    its operands to TF32, of 10 bits, on CUDA. A matmul of bf16 or fp16 adds its parts in fp32:
-    torch's default lets cuBLAS add the parts of a split product in the narrow dtype. deterministic:
-    no operation whose bits change from run to run (docs/numerics.md, "On a GPU"). With it torch
-    would also fill each new tensor before it is written (torch.utils.deterministic): a pass over
-    its memory, which changes no result.
+    An fp32 matmul is computed in fp32, whatever the environment or other code set before
+    (`mpu.launch.as_fp32` handles the variables that torch reads when it is imported). allow_tf32:
+    it may round its operands to TF32, of 10 bits, on CUDA. A matmul of bf16 or fp16 adds its parts
+    in fp32: torch's default lets cuBLAS add the parts of a split product in the narrow dtype.
+    deterministic: use no operation whose bits change from run to run (docs/numerics.md, "On a
+    GPU"). In this mode torch would also fill each new tensor before it is written
+    (torch.utils.deterministic), which is switched off: it passes over the memory and changes no
+    result.
     """
     backends: Any = torch.backends
     matmul, mkldnn = backends.cuda.matmul, backends.mkldnn
@@ -165,7 +166,7 @@ def set_arithmetic(deterministic: bool, allow_tf32: bool = False) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed blocks; return False where the C library has no such switch.
+    """Make glibc keep freed blocks; return False if the C library has no such option.
 
     Otherwise every block of some megabytes is unmapped when freed, and its pages are faulted in
     again, zeroed, at the next use: thousands of page faults a step.

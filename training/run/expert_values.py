@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a line of the log says of a mixture of experts: how even its load is, what was dropped.
+"""The log's values of a mixture of experts: load balance and dropped tokens.
 
 expert_load              tokens of the fullest expert over the mean of its layer, in the layer
                          where this is largest: 1 is even
-dropped_share            of the pairs (token, expert), those that found their expert full
-layer_I/...              with --moe-per-layer-logging: the same of layer I, and its router's
-                         losses a token
-expert_tokens            with it: [layer, [tokens of each expert]]
+dropped_share            the share of (token, expert) pairs that were dropped, as the expert was
+                         full
+layer_I/...              with --moe-per-layer-logging: the same values of layer I, and the losses
+                         of its router per token
+expert_tokens            with that flag: [layer, [tokens of each expert]]
 """
 
 from typing import Any
@@ -24,9 +25,9 @@ LABEL = Label("experts", "log")
 
 
 def expert_values(run: Run, tokens: int) -> dict[str, Any]:
-    """Return the numbers of the last step, {} for a dense model. Waits for the device.
+    """Return the values of the last step, {} for a dense model. Waits for the device.
 
-    tokens: of its global batch. All ranks call it: the stages of a pipeline tell one another.
+    tokens: of its global batch. All ranks call it: it sums over the stages of a pipeline.
     """
     config = run.config
     if not config.moe.experts:
@@ -45,12 +46,16 @@ def expert_values(run: Run, tokens: int) -> dict[str, Any]:
         found = torch.cat([loads.counts, torch.stack(more, 1)], 1)
         for load, row in zip(loads.loads, found, strict=True):
             rows[layer_of[load]] = row
-    every = sum_in_order(torch.stack(rows), run.grid.pp, LABEL)  # of this stage's layers, else 0
+    every = sum_in_order(torch.stack(rows), run.grid.pp, LABEL)  # other stages' rows are 0
     return of_step(read_values(every), tokens, config)
 
 
 def of_step(rows: list[list[float]], tokens: int, config: Config) -> dict[str, Any]:
-    """Return what `rows` say: of each layer the counts, drops, losses, and whether it is sparse."""
+    """Return the values of one step.
+
+    rows: for each layer, the tokens of each expert, the dropped pairs, the router's losses, and
+    whether the layer is sparse.
+    """
     values: dict[str, Any] = {}
     each, loads, dropped, pairs = dict[str, Any](), list[float](), 0.0, 0.0
     counted = list[list[Any]]()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face weights next to each save (--save-hf), written behind the training.
+"""Hugging Face weights next to each save (--save-hf), written in the background.
 
-A folder is made from the checkpoint that was just saved, so it is the same from every layout. Each
+A folder is made from the checkpoint that was just saved, so it is the same for every layout. Each
 rank reads and writes a part of the files. tools/checkpoint.py convert --to-hf writes the same ones.
 """
 
@@ -56,9 +56,9 @@ class HuggingFaceSaves:
         self._checked = False
 
     def begin(self) -> None:
-        """Remove what a killed run left. Call it under the lock of --save.
+        """Remove unfinished folders of a killed run. Call it under the lock of --save.
 
-        The record of the folders that this run wrote is in --save, so that it is nobody else's.
+        The record of the folders that this run wrote is in --save, so no other run shares it.
         """
         if self.grid.rank == 0:
             assert self.config.save is not None
@@ -66,7 +66,7 @@ class HuggingFaceSaves:
             clear(self.root, self._record)
 
     def refuse_others(self, iteration: int) -> None:
-        """Raise SaveError where a save of a later step would meet a folder of somebody else's."""
+        """Raise SaveError if a later save would replace a folder that this run did not write."""
         if self._record is None or not self.root.is_dir():
             return
         names, known = sorted(filter(STEP.fullmatch, os.listdir(self.root))), self._record.names()
@@ -81,14 +81,14 @@ class HuggingFaceSaves:
                 )
 
     def has(self, step: str) -> bool:
-        """Return whether the folder of a step is there; it is whole then."""
+        """Return whether the folder of a step exists; if it does, it is complete."""
         return (self.root / step).is_dir()
 
     def write(self, saved: Path, world: Axis, best: Collection[str] = ()) -> None:
-        """Write the folder of a checkpoint, collectively; remove those that need not stay.
+        """Write the folder of a checkpoint, collectively; remove folders that are no longer kept.
 
-        world: the axis over which a background thread may talk. best: names of folders that stay
-        however old they are. Raises SaveError.
+        world: the axis over which a background thread may communicate. best: names of folders that
+        are kept at any age. Raises SaveError.
         """
         found = Checkpoint(saved)
 
@@ -136,10 +136,10 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
 def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
     """Return the tokenizer's files for an export, and the ids for its config.json.
 
-    given: --tokenizer. The files have the names that Hugging Face looks for, and those that
-    transformers.AutoTokenizer reads are added where they are missing. The ids of a model
-    that was imported are kept; else they are the tokenizer's own. Padding has none unless it was
-    imported: that of a model_type may be outside of this vocabulary. Raises ValueError.
+    given: --tokenizer. The files have the names that Hugging Face looks for, and missing files that
+    transformers.AutoTokenizer reads are added. The ids of an imported model are kept; otherwise
+    they are the tokenizer's own. There is no padding id unless it was imported: the default of a
+    model_type may be outside of this vocabulary. Raises ValueError.
     """
     state = found.state if given is None else {}
     directory = found.directory if given is None else given
@@ -165,10 +165,10 @@ def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
 
 
 def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why transformers cannot load a folder as it is, "" where it can.
+    """Return why transformers cannot load a folder as it is, "" if it can.
 
-    Its model of this config is built on meta tensors, and its names and shapes are compared. A
-    mixture's MLPs are not: transformers renames them while it loads.
+    transformers' model of this config is built on meta tensors, and names and shapes are compared,
+    except for the MLPs of a mixture of experts: transformers renames them while it loads.
     """
     if find_spec("transformers") is None:
         return "transformers is not installed here, so it is not known whether it loads the folders"

@@ -20,21 +20,21 @@ class Health(NamedTuple):
     power: float = math.nan
 
     def words(self) -> str:
-        """Return them as the end of a sentence, "" where they are unknown."""
+        """Return the values as the end of a sentence, "" if they are unknown."""
         if math.isnan(self.clock):
             return ""
         return f"; its GPU runs at {self.clock:,.0f} MHz, {self.heat:.0f} C, {self.power:.0f} W"
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return a CUDA device's UUID, by which NVML knows it: CUDA may number devices otherwise."""
+    """Return a CUDA device's UUID for NVML, as CUDA may number the devices in another order."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def read_health(device: torch.device) -> Health:
-    """Return the health of a CUDA device now; unknown on a CPU and where NVML does not answer.
+    """Return the health of a CUDA device now; unknown on a CPU and where NVML fails.
 
-    The power is NVML's mean of the last second on most GPUs (nvmlDeviceGetPowerUsage).
+    The power is NVML's mean over the last second on most GPUs (nvmlDeviceGetPowerUsage).
     """
     opened = _open(device) if device.type == "cuda" else None
     if opened is None:

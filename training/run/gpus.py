@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs can do, from their data sheets: memory, peaks, links. One row a GPU.
+"""GPU data sheets: memory, peak FLOP/s and links, one row for each GPU.
 
-The log's MFU reads the peak (training/run/peak_flops.py). The dry run, the rehearsal and the
-planner read all of it for a GPU without a device file of its own (forecast/device_file.py).
+The log's MFU uses the peak (training/run/peak_flops.py). The dry run, the rehearsal and the planner
+use the whole row for a GPU without a device file of its own (forecast/device_file.py).
 """
 
 import re
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 
 class Gpu(NamedTuple):
-    """A GPU. Peaks are dense, without sparsity, accumulated in fp32; 0: it has no such unit."""
+    """A GPU. Peaks are dense, without sparsity, accumulated in fp32; 0: not supported."""
 
     name: str
     driver: str  # words in the driver's name of the GPU; longer rows above match first
-    like: str  # device file whose shares of the peaks are assumed
+    like: str  # device file whose fractions of the peaks are assumed
     capability: tuple[int, int]
     memory: float
     bandwidth: float
@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
     sms: int  # streaming multiprocessors
     l2: float  # bytes of the L2 cache
     host: float  # bytes/s to its host, one direction
-    # bytes/s to the other `link_gpus` of the node, one direction; without NVLink over PCIe
+    # bytes/s to the other `link_gpus` of the node, one direction; over PCIe without NVLink
     link: float
     link_gpus: int
     source: str  # the document
@@ -107,7 +107,7 @@ OTHERS = {  # names of GPUs that no run of Weft can use, and why
 
 
 class UnknownGpu(ValueError):
-    """A name of no GPU in ROWS: the text names it, and the names there are."""
+    """A name that matches no GPU in ROWS: the message lists the known names."""
 
 
 def gpu_of(row: Mapping[str, Any]) -> Gpu:
@@ -135,7 +135,8 @@ def named(name: str) -> Gpu:
 def of_driver(name: str) -> Gpu | None:
     """Return a GPU by its name as the driver gives it, or None if it is unknown.
 
-    An instance of MIG has the GPU's name and "MIG 1g.10gb", and a share of what it can do: unknown.
+    A MIG instance, whose name is the GPU's and "MIG 1g.10gb", has a fraction of the GPU's
+    capability: it counts as unknown.
     """
     words = set(re.split(r"[-\s]+", name))
     if "MIG" in words:

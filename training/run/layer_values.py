@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a line of the log says of the layers: attention logits, RMS, experts.
+"""The log's values of the layers: attention logits, RMS, experts.
 
 max_attention_logit       with --log-max-attention-logit or --qk-clip: the largest of the step
 qk_clipped                with --qk-clip: key/value groups that were clipped, over all layers
-layer_I/activation_rms    with --log-layer-rms-interval: root of the mean square of what block I
-                          returns, over all tokens of the global batch
-layer_I/grad_rms          with it: of the gradients of block I, summed and not yet clipped;
-                          embedding/grad_rms and so on: of what is outside of blocks
+layer_I/activation_rms    with --log-layer-rms-interval: root mean square of the output of block I,
+                          over all tokens of the global batch
+layer_I/grad_rms          with that flag: RMS of the gradients of block I, summed over ranks and not
+                          yet clipped; embedding/grad_rms and so on: of modules outside of blocks
 expert_load, ...          of a mixture of experts (expert_values.py)
 
-The numbers are of the step itself, and the same on every layout.
+The values are of the step itself, and the same for every layout.
 """
 
 import math
@@ -32,20 +32,20 @@ LABEL = Label("layers", "log")
 
 
 def asked(config: Config) -> bool:
-    """Return whether lines of the log say something of the layers."""
+    """Return whether the log has values of the layers."""
     some = config.optimizer.qk_clip or config.log.log_max_attention_logit or config.moe.experts
     return bool(some or config.log.log_layer_rms_interval)
 
 
 class LayerValues(StepState):
-    """Take the numbers of each step that is written. All ranks make and call it.
+    """Collect the layers' values of each logged step. All ranks make and call it.
 
-    It watches the blocks where --log-layer-rms-interval asks for it, and in those steps alone.
+    With --log-layer-rms-interval, forward hooks measure the blocks' outputs in those steps only.
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.interval = run, run.config.log.log_layer_rms_interval
-        self.squares: dict[str, Tensor] = {}  # of what each block returned in this step
+        self.squares: dict[str, Tensor] = {}  # sum of squares of each block's outputs in this step
         self.counts: dict[str, int] = {}
         if self.interval:
             run.sink.step_states.append(self)
@@ -54,7 +54,7 @@ class LayerValues(StepState):
                     module.register_forward_hook(self._hook(name))
 
     def begin_step(self) -> None:
-        """Forget what was seen since the last step."""
+        """Clear the values of the last step."""
         self.squares.clear()
         self.counts.clear()
 
@@ -75,9 +75,9 @@ class LayerValues(StepState):
         return see
 
     def __call__(self, tokens: int) -> dict[str, Any]:
-        """Return the numbers of the last step; waits for the device where there are some.
+        """Return the values of the last step; waits for the device where there are some.
 
-        tokens: of its global batch. The stages of a pipeline tell one another.
+        tokens: of its global batch. Collective: it reduces over the stages of a pipeline.
         """
         values = logit_values(self.run)
         if self._at_interval(self.run.iteration):
@@ -85,7 +85,7 @@ class LayerValues(StepState):
         return values | expert_values(self.run, tokens)
 
     def activation_rms(self) -> dict[str, float]:
-        """Return the RMS of what each block returned."""
+        """Return the RMS of each block's outputs."""
         run, names = self.run, list(self.squares)
         rows = torch.zeros((run.config.model.num_layers, 2), dtype=torch.float64, device=run.device)
         for name in names:
@@ -119,7 +119,7 @@ class LayerValues(StepState):
 
 
 def logit_values(run: Run) -> dict[str, Any]:
-    """Return the largest attention logit, and what QK-clip did; {} where no flag asks."""
+    """Return the largest attention logit and the groups QK-clip clipped; {} without the flags."""
     clips = run.config.optimizer.qk_clip
     if not clips and not run.config.log.log_max_attention_logit:
         return {}
@@ -128,7 +128,7 @@ def logit_values(run: Run) -> dict[str, Any]:
     logits = run.sink.state_of(MaxLogits)  # None on a stage without layers
     if logits is not None and logits.largest is not None:
         top.copy_(logits.largest.max()[None])
-        if logits.clipped is not None:  # each rank of tp_kv has counted a group that they share
+        if logits.clipped is not None:  # each rank of tp_kv has counted the groups they share
             clipped += logits.clipped.double() / run.grid.tp_kv.size
     for axis in (run.grid.tp, run.grid.pp):
         if axis.size > 1:

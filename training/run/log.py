@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log of a run: its lines and records, which go to the outputs of output.py.
 
-Every value arrives as a plain Python float that already holds for all ranks; nothing here talks to
-another rank. Rank 0 writes; on any other rank every method returns at once.
+Every value arrives as a plain Python float that is already reduced over all ranks. Rank 0 writes;
+on any other rank the methods that write return at once.
 """
 
 import math
@@ -28,7 +28,7 @@ from training.settings.arguments import LogConfig
 
 @dataclass
 class Interval:
-    """What was counted since the last line."""
+    """Counts since the last line."""
 
     steps: int = 0
     tokens: int = 0
@@ -47,10 +47,10 @@ class Log:
     `flops_per_token`: model FLOPs of forward and backward for one token.
     `total_samples` (of a run counted in samples) takes precedence over `total_iterations` in the
     estimate of the time left. `start_iteration`: the iteration of the checkpoint, 0 for a new run;
-    later TensorBoard events, left by a run that went further, are hidden. tokens_at, stage_at: of
-    samples consumed; None: there are no stages. still_due: how often each kind of work between
-    steps is still to be done from the end of an iteration on. on_line: called at each step's line.
-    Raises ValueError where a file cannot be written or a package that was asked for is missing.
+    later TensorBoard events, of a run that went further, are hidden. tokens_at, stage_at: functions
+    of the samples consumed; stage_at is None without stages. still_due(iteration): how many times
+    each kind of work between steps remains after an iteration. on_line: called at each step's line.
+    Raises ValueError if a file cannot be written or a requested package is missing.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Log:
         self.held_out: dict[str, list[tuple[int, float]]] = {}  # of a set: (iteration, loss)
         self.stage_at, self.stage = stage_at, ""
         self.tokens_at = tokens_at or (lambda samples: samples * self.length)
-        self.out: Outputs | None = None  # of rank 0, which alone writes
+        self.out: Outputs | None = None  # on rank 0 only
         if rank:
             return
         total = total_samples or total_iterations
@@ -94,7 +94,7 @@ class Log:
         self.note(f"MFU: percent of {world_size} x {flops(peak)}, {source}")
 
     def at_interval(self, iteration: int) -> bool:
-        """Return whether step() of this iteration writes, so that the values are needed."""
+        """Return whether step() writes at this iteration, so that the values are needed."""
         return iteration % self.config.log_interval == 0 or iteration == self.total_iterations
 
     def after_step(self, step: Step) -> Decision:
@@ -119,10 +119,10 @@ class Log:
         params: Callable[[], Tensor],
         more: Callable[[], dict[str, Any]] = dict,
     ) -> dict[str, Any]:
-        """Return a step's numbers, {} unless due; waits for the device. params: gives its norm.
-        more: gives other numbers, on every rank.
+        """Return a step's values, {} unless it is logged; waits for the device.
 
-        Where lines are some steps apart, mean_loss is the mean of the steps since the last one, and
+        params: returns the parameters' norm. more: returns other values; called on every rank. At a
+        --log-interval above 1, mean_loss is the mean of the steps since the last line, and
         step_losses has (iteration, loss) of each.
         """
         iteration, loss, norm = step.iteration, step.loss, step.norm
@@ -162,12 +162,12 @@ class Log:
         lr: float = math.nan,
         **more: Any,
     ) -> None:
-        """Count one step; every --log-interval iterations, write what was counted since.
+        """Count one step; every --log-interval iterations, write a record of the interval.
 
-        samples, loss, grad_norm and lr belong to this very step, not to the interval, and are read
-        only where at_interval(iteration). step_seconds and data_wait_seconds are means over the
-        steps of the interval; tokens_per_second counts all ranks. more: mean_loss and step_losses
-        of `values`, and other numbers.
+        samples, loss, grad_norm and lr belong to this step, not to the interval, and are read only
+        where at_interval(iteration). step_seconds and data_wait_seconds are means over the steps of
+        the interval; tokens_per_second counts all ranks. more: mean_loss and step_losses of
+        `values`, and other values.
         """
         if self.out is None:
             return
@@ -206,7 +206,7 @@ class Log:
         self.out.write(record)
 
     def timing(self, kind: str) -> AbstractContextManager[None]:
-        """Measure in the block how long a kind of work between steps takes: see `still_due`."""
+        """Measure the block's time, as one kind of work between steps: see `still_due`."""
         return self.left.measuring(kind)
 
     def validation(
@@ -220,8 +220,8 @@ class Log:
     ) -> None:
         """Write the loss on held-out data, under the key {name}_loss, or {name}_loss/{part}.
 
-        bytes_per_token: of text, of these tokens; 0 where they stand for none. part: the name of
-        one of several sets.
+        bytes_per_token: bytes of text per token; 0 if the tokens represent no text. part: the
+        name of one of several sets.
         """
         if self.out is None:
             return
@@ -238,9 +238,9 @@ class Log:
         self.out.write(record)
 
     def finished(self, iteration: int, only_evaluated: bool = False) -> None:
-        """Say that the run is over, where it is, and where its result lies.
+        """Print that the run is over, its last iteration, and where its result is saved.
 
-        With --eval-at-start also what became of each loss on held-out data.
+        With --eval-at-start, print also each validation loss before and after training.
         """
         if self.out is None:
             return
@@ -273,7 +273,7 @@ class Log:
             self.out.print(text)
 
     def close(self) -> None:
-        """Close every output and give the terminal back as it was found."""
+        """Close every output and restore the terminal."""
         if self.out is not None:
             self.out.close()
 
@@ -293,7 +293,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def cuda_memory(device: torch.device) -> dict[str, float]:
-    """Return the bytes in use now and those that the allocator keeps; {} on a CPU."""
+    """Return the bytes allocated now and those that the allocator reserves; {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {

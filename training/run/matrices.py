@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what an optimizer of full matrices does in a run: which parameters, and the owners' load."""
+"""Describe an optimizer of full matrices in a run: its parameters, and the owners' load."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,10 +18,10 @@ Planned = tuple[UpdateRule, str, ParameterProfile, list[FullMatrix]]
 
 
 def _planned(config: Config, provider: ModelProvider) -> Iterator[Planned]:
-    """Yield the rule, name and matrices of each parameter of each pipeline rank that trains; one
-    that a rule of vectors updates has none.
+    """Yield (rule, name, profile, matrices) of each trained parameter of each pipeline rank.
 
-    Raises UsageError where a parameter is no matrix, or its sections are not known.
+    A parameter that a vector rule updates has no matrices. Raises UsageError if a parameter is
+    not a matrix, or its sections are not known.
     """
     groups = optimizer_groups(config)
     for rank in range(config.parallel.pipeline_model_parallel_size):
@@ -40,12 +40,12 @@ def _planned(config: Config, provider: ModelProvider) -> Iterator[Planned]:
 
 
 def _any_rule(config: Config) -> bool:
-    """Return whether a rule needs full matrices."""
+    """Return whether any update rule needs full matrices."""
     return any(rule.needs_full_matrices for rule in rules_of(optimizer_groups(config)))
 
 
 def check(config: Config, provider: ModelProvider) -> None:
-    """Raise UsageError where the optimizer needs matrices that the model does not name."""
+    """Raise UsageError if the optimizer splits QKV weights and the model names no sections."""
     if not _any_rule(config):
         return
     sizes = config.model
@@ -68,10 +68,10 @@ def check(config: Config, provider: ModelProvider) -> None:
 def lines(
     config: Config, provider: ModelProvider, ranks: Sequence[tuple[Grid, Optimizer]]
 ) -> list[str]:
-    """Return which parameters go where, the owners' load, and what the flags of Muon come to.
+    """Return lines on the parameters of each rule, the owners' load, and the scale of Muon.
 
-    Of parameters that train, as a run has no others to update. ranks: grids and optimizers of
-    pipeline ranks whose load is known.
+    Frozen parameters are left out. ranks: grids and optimizers of the pipeline ranks whose load is
+    known.
     """
     if not _any_rule(config):
         return []
@@ -107,7 +107,7 @@ def _count(
 
 
 def _load(config: Config, rank: int, rule: UpdateRule, plan: Plan) -> str:
-    """Return the line of one pipeline rank: its matrices, and the fullest owner's share of work."""
+    """Return a line on one pipeline rank: its number of matrices, and the fullest owner's load."""
     loads = [0] * max(len(members) for members in plan.members.values())
     for load in plan.loads.values():
         for i, work in enumerate(load):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse to start where the host has too little memory, and report what a rank uses."""
+"""Refuse to start on a host with too little memory, and report a rank's memory."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +17,18 @@ from training.run.step import CONTINUE, DONE, Decision, Step
 from training.run.text import in_units
 from training.settings.config import Config, UsageError
 
-STATE = ("parameters", "gradients", "masters", "moments")  # their size is the model's
+STATE = ("parameters", "gradients", "masters", "moments")  # their size depends on the model
 
 
 class MemoryReport:
-    """Notes this rank's memory after the second step; by then every buffer has been in use."""
+    """Logs this rank's memory after the second step; by then every buffer has been in use."""
 
     def __init__(self, run: Run, log: Log) -> None:
         self.run, self.log = run, log
         self._at = run.iteration + 2
 
     def after_step(self, step: Step) -> Decision:
-        """Note it where that step was made."""
+        """Log the memory once the second step is done."""
         if step.iteration < self._at:
             return CONTINUE
         self.log.note(report(self.run.optimizer))
@@ -36,7 +36,7 @@ class MemoryReport:
 
 
 def report(optimizer: Optimizer) -> str:
-    """Return a line with the bytes of this rank's state, and the most of what a step allocates."""
+    """Return a line with the bytes of this rank's state, and the peaks of a step's buffers."""
     found = optimizer.memory()
     found |= {f"{kind} at most": n for kind, n in transient(optimizer.sink).items()}
     shown = ", ".join(f"{kind} {size:,}" for kind, size in found.items() if size)
@@ -54,7 +54,7 @@ def buckets(config: Config, sink: ParamAndGradBuffer, rank: int) -> str:
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
-    """Return the peak bytes that a step allocated on top of what a rank keeps."""
+    """Return the peak bytes that a step allocated on top of the rank's state, by kind."""
     gathered = sink.gatherer.peak if sink.gatherer else 0
     return {"unsharded gradients": sink.live.peak, "gathered weights": gathered}
 
@@ -65,11 +65,11 @@ def check_host(
     device: torch.device,
     forecast: Callable[[], Sequence[Mapping[str, int]]],
 ) -> None:
-    """Raise UsageError where the ranks of this host need more memory than it has available.
+    """Raise UsageError if the ranks of this host need more memory than it has available.
 
-    It is asked before anything is allocated, of a CPU's memory only: a host that swaps does not
-    answer for minutes, while a GPU refuses at once. forecast: returns the bytes of each pipeline
-    rank by kind, in a second; it is not asked for a run that is far too small (`at_most`).
+    Called before anything is allocated, and only effective on CPUs: a host that swaps hangs for
+    minutes, while a GPU raises at once. forecast: returns the bytes of each pipeline rank by kind,
+    and takes a second; it is not called for runs that surely fit (`at_most`).
     """
     launch = grid.launch
     free = available() if device.type == "cpu" else None
@@ -95,11 +95,11 @@ def check_host(
 
 
 def at_most(config: Config) -> float:
-    """Return bytes that a rank's run surely stays below: a cheap bound, many times too large."""
+    """Return an upper bound on the bytes of a rank: cheap to compute, many times too large."""
     m, b, p = config.model, config.batch, config.parallel
     widest = max(m.ffn_hidden_size or 0, m.hidden_size, m.padded_vocab_size(1))
     tokens, pipeline = b.micro_batch_size * m.seq_length, p.pipeline_model_parallel_size
-    if pipeline > 1:  # as many micro-batches as a step has may be in flight
+    if pipeline > 1:  # all micro-batches of a step may be in flight
         tokens *= max(1, b.global_batch_size // b.micro_batch_size)
     scores = m.num_attention_heads * m.seq_length
     layer = 256 * m.hidden_size * widest + 128 * tokens * (widest + scores)
@@ -107,9 +107,10 @@ def at_most(config: Config) -> float:
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this host, or this process's control group, can still give.
+    """Return the bytes of memory that this host and this process's control groups have available.
 
-    Swap does not count. None where the system does not say.
+    Swap does not count. If the system reports neither, return the total memory; None if that is
+    unknown too.
     """
     found = []
     with suppress(OSError, ValueError, IndexError):
@@ -125,9 +126,9 @@ def available(root: Path = Path("/")) -> int | None:
 
 
 def _group(root: Path) -> list[int]:
-    """Return what each control group above this process leaves of its limit, versions 2 and 1.
+    """Return the bytes left below the limit of each control group of this process (v2 and v1).
 
-    Pages of files count as free: the kernel gives them up first.
+    File pages count as free: the kernel reclaims them first.
     """
     left = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -153,7 +154,7 @@ def _group(root: Path) -> list[int]:
 
 @contextmanager
 def enough() -> Iterator[None]:
-    """Raise UsageError, in a sentence, where the block finds no memory."""
+    """Raise UsageError, with one sentence, if the block runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a model: its parameters, and the FLOPs of each of its parts.
 
-The model is built and run on meta tensors, which have shapes and no memory. Nothing here knows the
-model, so a changed copy of model/llama.py is measured as it is. What a rank keeps and sends is
-recorded (forecast/recording.py).
+The model is built and run on meta tensors, which have shapes and no memory. Nothing here depends on
+the model's code, so a changed copy of model/llama.py is measured as it is. forecast/recording.py
+records a rank's activations and messages.
 
     Stage(0, 0, embedding)   Stage(0, 1)   ...   Stage(L - 1, L)   Stage(L, L, loss)
     the embedding            layer 0             layer L - 1       the head
@@ -43,7 +43,7 @@ from training.settings.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
 MPU, MODEL, TORCH = f"{ROOT}/mpu/", f"{ROOT}/model/", f"{Path(torch.__file__).parent}/"
-SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
+SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # types of a module's settings
 
 
 class StagedModel(Protocol):
@@ -55,7 +55,7 @@ class StagedModel(Protocol):
 
     @property
     def ctx(self) -> LayerContext:
-        """Return what its layers were built with."""
+        """Return the context that the layers were built with."""
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class StagedModel(Protocol):
         """
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, ...]:
-        """Return the shape of what travels between stages."""
+        """Return the shape of the activations sent between stages."""
 
     def chunk_of(self, name: str) -> int:
         """Return the chunk that holds a parameter."""
@@ -109,7 +109,7 @@ class ModelProfile:
     parameters: int
     embedding: float
     layers: tuple[float, ...]
-    # of each of `layers`: the share of core attention, which selective recomputation repeats
+    # of each of `layers`: the FLOPs of core attention, which selective recomputation repeats
     core: tuple[float, ...]
     head: float
     alike: bool  # all layers have the same modules, parameters, settings and FLOPs
@@ -127,9 +127,9 @@ class ParameterProfile(NamedTuple):
     """A parameter of a rank: its local shape and its entry in the layout of buckets."""
 
     shape: tuple[int, ...]
-    entry: ParamEntry  # as if it were trained, where it is frozen
+    entry: ParamEntry  # of a frozen parameter as if it were trained
     holders: int  # modules that hold it; several for a tied weight
-    # no earlier rank of another axis than the cutting one has the same part (Placement.copies)
+    # this rank is the first of those that hold a copy of the same part (Placement.copies)
     first: bool = True
     place: Placement = Placement(())  # its part of the whole tensor
     frozen: bool = False
@@ -142,20 +142,20 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     attention (F.scaled_dot_product_attention) count half where it is causal or masked, and those of
     a window block by block (mpu/layers/attention/blocks.py). Documents, whose lengths are not known
     before the run, count as one. Look-ups and elementwise work do not count. Raises ValueError
-    where the vocabulary size is not known yet, PlacementError where a tensor that wants a gradient
-    is no parameter.
+    if the vocabulary size is not known yet, PlacementError if a tensor that requires a
+    gradient is not a parameter.
     """
     if config.model.vocab_size is None:
         raise ValueError("the vocabulary size is not known before the tokenizer is read")
     model = replace(config.model, make_vocab_size_divisible_by=1)
-    alone = ParallelConfig()  # of one rank, as the grid below: a cache key
-    optimizer = replace(config.optimizer, param_group=())  # names layers, which a planner cuts off
+    alone = ParallelConfig()  # one rank, as the grid below; part of the cache key
+    optimizer = replace(config.optimizer, param_group=())  # names layers that a planner may cut off
     one = replace(config, model=model, parallel=alone, batch=BatchConfig(), optimizer=optimizer)
     return _model_profile(one, provider)
 
 
 def whole_model(config: Config, provider: ModelProvider) -> StagedModel:
-    """Return all of the model on one rank, of meta tensors."""
+    """Return the whole model on one rank, of meta tensors."""
     ctx = LayerContext(Grid(), dtype=config.run.dtype, device=META)
     return provider(replace(config, parallel=ParallelConfig(), batch=BatchConfig()), ctx)
 
@@ -166,7 +166,7 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     stages = [Stage(0, 0, embedding=True), *(Stage(i, i + 1) for i in range(count))]
     stages.append(Stage(count, count, loss=True))
     flops = _Flops()
-    # rows that pad an expert, or that it drops, do not change the work of a model
+    # rows that an expert pads or drops do not change the FLOPs of a model
     sink = _Uses()
     ctx = meta_context(config, Grid(), sink, experts=ExpertOptions())
     with torch.no_grad(), flops:
@@ -193,8 +193,8 @@ def _is_setting(value: Any) -> bool:
 
 
 def _same_blocks(model: StagedModel) -> bool:
-    """Return whether a model's numbered blocks are built alike: the types of their modules, the
-    names and shapes of their parameters, and each attribute that is a number, a word or a type.
+    """Return whether all numbered blocks of a model are equal: the types of their modules, the
+    names and shapes of their parameters, and each attribute that is a number, a string or a dtype.
     """
     blocks: dict[str, list[Any]] = {}
     for name, module in model.named_modules():
@@ -244,7 +244,7 @@ def rank_model(
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
-    trace: is called for each collective; none is sent (mpu/comm/meta.py).
+    trace: called for each collective; nothing is sent (mpu/comm/meta.py).
     """
     grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
     ctx = meta_context(config, grid)
@@ -254,8 +254,8 @@ def rank_model(
 def meta_context(
     config: Config, grid: Grid, sink: GradientSink | None = None, **other: Any
 ) -> LayerContext:
-    """Return a context on meta tensors: as the run's, but for kernels of other libraries, which
-    take no meta tensors and need not be installed where a run is planned.
+    """Return the run's context on meta tensors, without kernels of other libraries, which accept no
+    meta tensors and need not be installed where a run is planned.
     """
     own: dict[str, Any] = {"norm_backend": "weft", "attention_backend": "auto"}
     return context_of(config, grid, META, sink or GradientSink(), **own | other)
@@ -294,7 +294,7 @@ def _rank_parameters(
 
 
 class _Uses(GradientSink):
-    """Note where a forward uses each weight: a file and line of a fork, else of Weft's model."""
+    """Record where a forward uses each weight: file and line in a fork, else in Weft's model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class _Uses(GradientSink):
         return param
 
     def take(self) -> dict[nn.Parameter, tuple[str, ...]]:
-        """Return what was noted since the last call."""
+        """Return the uses recorded since the last call."""
         lines, self._lines = self._lines, {}
         return lines
 
@@ -348,7 +348,7 @@ class _Flops(MetaOperations):
 
 
 class _CountedRecompute(Recompute):
-    """Recompute nothing; tell the counter where core attention runs."""
+    """Recompute nothing; mark for the counter when core attention runs."""
 
     def __init__(self, flops: _Flops) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run prints and logs to: standard output, a file of JSON lines, TensorBoard, W & B.
+"""The outputs of a run: standard output, a file of JSON lines, TensorBoard, W & B.
 
-No output that fails ends the run. On standard output a full disk, a reader that left its pipe and a
-terminal that is gone raise OSError: the lines are lost then, and what the buffer still holds is
-written where a later line finds room. The others raise what failed, and `Outputs` drops them.
+A failing output never ends the run. On standard output, a full disk, a closed pipe and a terminal
+that is gone raise OSError: those lines are lost, and text that is still in the buffer is written
+once a later line succeeds. The other outputs raise their errors, and `Outputs` drops them.
 """
 
 import json
@@ -21,7 +21,7 @@ from training.files.owned import json_lines, refuse
 from training.files.untrusted import owner_only, printable, private
 from training.settings.arguments import LogConfig
 
-# each output: the flag that asked for it, and how it is closed
+# {output: (its flag, the method that closes it)}
 OUTPUTS = {
     "bar": ("", "stop"),
     "json": ("log_json", "close"),
@@ -33,38 +33,38 @@ T = TypeVar("T")
 
 
 def say(line: str) -> None:
-    """Print a line now, or lose it."""
+    """Print and flush a line; ignore an OSError."""
     with suppress(OSError):
         print(line, flush=True)
 
 
 def note_of(rank: int) -> Callable[[str], None]:
-    """Return what prints a line on rank 0, and nothing on the others."""
+    """Return a function that prints a line on rank 0 and does nothing on other ranks."""
     return say if rank == 0 else lambda line: None
 
 
 def flush() -> None:
-    """Write out what is buffered for standard output and error, or lose it."""
+    """Flush standard output and standard error; ignore an OSError."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it was closed before the start
+        if stream is not None:  # None: it was closed before the start
             with suppress(OSError):
                 stream.flush()
 
 
 def write_line(file: Any, line: str) -> None:
-    """Write a line of the JSON log and hand it to the system."""
+    """Write a line of the JSON log and flush it."""
     file.write(line + "\n")
     file.flush()
 
 
 def write_scalars(writer: Any, numbers: dict[str, Any], step: int) -> None:
-    """Queue numbers for TensorBoard's thread; raises what that thread failed with."""
+    """Queue values for TensorBoard's thread; raises the error that ended that thread."""
     for key, value in numbers.items():
         writer.add_scalar(key, value, step)
 
 
 def hushed(make: Callable[[], T]) -> T:
-    """Return what `make` makes; an error that ends one of its threads prints no traceback.
+    """Return make(); an error that ends one of the threads it started prints no traceback.
 
     TensorBoard raises the error of its thread again at the next write, where `Outputs` prints it.
     """
@@ -81,9 +81,9 @@ def hushed(make: Callable[[], T]) -> T:
 
 
 def open_json(path: Path, flag: str = "--log-json") -> Any:
-    """Open a file of JSON lines to append, dropping a last line that a killed run left torn.
+    """Open a file of JSON lines to append, dropping an incomplete last line of a killed run.
 
-    Raises ValueError where it cannot be written, or holds something else.
+    Raises ValueError if it cannot be written, or is not the log of a run.
     """
     refuse(flag, path, json_lines("iteration"), "the log of a run")
     try:
@@ -100,7 +100,7 @@ def open_json(path: Path, flag: str = "--log-json") -> Any:
 
 def open_tensorboard(directory: str, start_iteration: int) -> Any:
     """Open TensorBoard's writer, hiding events after the iteration that the run resumes from."""
-    from torch.utils.tensorboard import SummaryWriter  # training/run/start.py: it is installed
+    from torch.utils.tensorboard import SummaryWriter  # start.py has checked that it is installed
 
     try:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
 
 def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None) -> Any:
     """Start a Weights & Biases run."""
-    import wandb  # training/run/start.py: it is installed
+    import wandb  # start.py has checked that it is installed
 
     try:
         with owner_only():
@@ -123,10 +123,10 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
 
 
 def check_wandb_login(project: str) -> None:
-    """Raise ValueError where W&B would upload the run and no login is on this machine.
+    """Raise ValueError if W&B would upload the run and no login is on this machine.
 
-    It asks wandb, which looks at WANDB_API_KEY, its settings and .netrc; it asks no server and no
-    user.
+    wandb looks at WANDB_API_KEY, its settings and .netrc; no server is contacted, and the user is
+    not prompted.
     """
     import wandb
 
@@ -135,7 +135,7 @@ def check_wandb_login(project: str) -> None:
             return
         try:
             found = wandb.login(prompt=False, verify=False)
-        except TypeError:  # a wandb whose login() would ask the user
+        except TypeError:  # a wandb whose login() would prompt the user
             found = wandb.api.api_key is not None
     except wandb.Error as error:
         raise ValueError(f"--wandb-project {project}: {error}") from None
@@ -147,9 +147,9 @@ def check_wandb_login(project: str) -> None:
 
 
 class Outputs:
-    """Where the log of a run goes: the terminal, and what the flags name.
+    """The outputs of a run's log: the terminal, and those that flags ask for.
 
-    An output that fails is dropped, with a line about it. total: what the live bar ends at.
+    An output that fails is dropped, with a line about it. total: the end of the progress bar.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Outputs:
         self._try("bar", lambda bar: bar.advance(done))
 
     def print(self, line: str) -> None:
-        """Print a line above the live bar, or simply where there is none."""
+        """Print a line, above the live bar where there is one."""
         line = printable(line)
         if self.bar:
             self._try("bar", lambda bar: bar.print(line))
@@ -179,13 +179,13 @@ class Outputs:
             say(line)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Hand a record to the files."""
+        """Write a record to the JSON file, TensorBoard and W&B."""
         finite = {key: finite_or_none(value) for key, value in record.items()}
         numbers = {key: value for key, value in record.items() if key != "iteration"}
         step = record["iteration"]
         self._try("json", lambda file: write_line(file, json.dumps(finite, allow_nan=False)))
         numbers.pop("expert_tokens", None)
-        for i, value in numbers.pop("step_losses", [])[:-1]:  # the last is this record's own
+        for i, value in numbers.pop("step_losses", [])[:-1]:  # the last one is in the record itself
             self._plot({"loss": value}, i)
         self._plot(numbers, step)
 
@@ -194,7 +194,7 @@ class Outputs:
         self._try("wandb", lambda run: run.log(numbers, step=step))
 
     def _try(self, name: str, work: Callable[[Any], None]) -> None:
-        """Do it with an output, if there is one; one that fails is dropped, with a line about it.
+        """Call work() on an output, if it is open; drop it, with a line about it, if that fails.
 
         wandb raises errors of its own, TensorBoard those of its thread: any Exception counts.
         """
@@ -213,7 +213,7 @@ class Outputs:
                 getattr(output, end)()
 
     def close(self) -> None:
-        """Close every output and give the terminal back as it was found."""
+        """Close every output and restore the terminal."""
         for name, (_, end) in OUTPUTS.items():
             self._try(name, methodcaller(end))
         self.json = self.tensorboard = self.wandb = self.bar = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak that model FLOP/s are compared with: from a GPU's data sheet, or a measured matmul.
+"""The peak FLOP/s that MFU is relative to: from a GPU's data sheet, or a measured matmul.
 
 Model FLOP/s utilization (MFU) = model FLOP/s / (peak of one rank * ranks).
 """
@@ -13,9 +13,7 @@ from training.run.gpus import of_driver
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Return the best FLOP/s of the layers' own product of square matrices, with this process'
-    threads.
-    """
+    """Return the best FLOP/s of the layers' square matmul, with this process's threads."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
     b = torch.ones(size, size, device=device, dtype=dtype)
@@ -43,5 +41,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the torch in front."""
+    """Return a dtype's name without the "torch." prefix."""
     return str(dtype).removeprefix("torch.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut the model into pipeline stages by the cost of its parts, and say what each rank waits.
+"""Cut the model into pipeline stages by the cost of its parts, and report the bubble.
 
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
@@ -24,13 +24,13 @@ from training.settings.pipeline_schedule import (
 def stages_of(config: Config, provider: ModelProvider) -> tuple[Stage, ...]:
     """Return the p v stages in order, by default balanced by the cost of the model's parts.
 
-    Raises UsageError naming the flags with which the layers do not add up.
+    Raises UsageError, naming the flags, if the layers do not add up.
     """
     layers = config.model.num_layers
     if config.parallel.pipeline_model_parallel_size == 1:  # nothing to balance
         return cut(config, 0.0, (1.0,) * layers, 0.0)
     model = model_profile(config, provider)
-    more = sum(head_again(config)) / 3  # a part's cost stands for forward, dgrad and wgrad
+    more = sum(head_again(config)) / 3  # a cost covers forward, dgrad and wgrad
     return cut(config, model.embedding, model.layers, model.head * (1 + more))
 
 
@@ -43,8 +43,8 @@ def rank_stages(config: Config, provider: ModelProvider, pp_rank: int) -> tuple[
 def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, tuple[str, ...]]:
     """Return {parameter: the lines of its uses in a forward of this pipeline rank}.
 
-    Raises ValueError, on every rank, for a weight that stages of several ranks use, but for the
-    embedding's that the head is tied to: each of them would train one of its own.
+    Raises ValueError, on every rank, for a weight that stages of several ranks use, as each rank
+    would train a copy of its own. An embedding weight that is tied to the head is allowed.
     """
     last, places = config.model.num_layers + 1, dict[int, int]()  # {part: its pipeline rank}
     stages = stages_of(config, provider)
@@ -72,9 +72,9 @@ def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, 
 
 
 def costs(config: Config, provider: ModelProvider, ends: bool = True) -> Costs:
-    """Return the FLOPs a token of every stage: F = B = W, plus what B and W compute again.
+    """Return the FLOPs per token of every stage: F = B = W, plus what B and W recompute.
 
-    ends: those of the embedding and the head too.
+    ends: include the embedding and the head.
     """
     model, stages = model_profile(config, provider), stages_of(config, provider)
     if not ends:
@@ -92,7 +92,7 @@ def costs(config: Config, provider: ModelProvider, ends: bool = True) -> Costs:
 
 
 def lines(config: Config, provider: ModelProvider) -> list[str]:
-    """Return lines on what each pipeline rank holds and how long it waits; rank 0 prints them."""
+    """Return lines on the stages of each pipeline rank and on the bubble; rank 0 prints them."""
     p = config.parallel
     size, v = p.pipeline_model_parallel_size, p.virtual_stages
     if size == 1:
@@ -122,7 +122,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
 
 
 def describe_stages(stages: Sequence[Stage]) -> str:
-    """Return what a rank holds as text: "embedding + layers 0-1 | layers 8-9"."""
+    """Return a rank's stages as text: "embedding + layers 0-1 | layers 8-9"."""
     return " | ".join(_describe(stage) for stage in stages)
 
 
@@ -136,7 +136,7 @@ def _describe(stage: Stage) -> str:
 
 
 def even(cost: Costs) -> Costs:
-    """Return the costs of stages that share the same work equally."""
+    """Return the costs of stages that divide the same total work equally."""
 
     def share(part: Sequence[float]) -> list[float]:
         return [sum(part) / len(part)] * len(part)

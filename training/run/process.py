@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the process of a rank ends: a mistake in one sentence, a bug with its traceback, exit codes.
 
-A mistake is reported before anything is computed. Mostly every rank makes the same one. Where only
-one rank does (a file is missing on one machine, flags differ), it tells the others through the
-store at which the ranks meet. Later failures are the business of training/faults/monitor.py.
+A user's mistake is reported before anything is computed. Usually every rank finds the same one. If
+only one rank does (a file is missing on one machine, flags differ), it notifies the others through
+the rendezvous store. training/faults/monitor.py handles later failures.
 """
 
 import faulthandler
@@ -37,12 +37,13 @@ def refuse(
     alone: bool = False,
     typed: Sequence[str] = (),
 ) -> int:
-    """Print what is wrong in one sentence, once a node, and return `code`.
+    """Print the error in one sentence, once per node, and return `code`.
 
-    All ranks fail with the same message, so the first rank of a node prints it. The code is 1 where
-    ranks stayed away, which is no mistake. alone: the ranks have not met yet; this one tells
-    those that wait in `meet`, or prints where it cannot. typed: the program and its flags; one
-    process that needs more ranks prints the line which starts them.
+    All ranks fail with the same message, so the first rank of a node prints it. The code is 1 if
+    ranks did not connect, as that is not a mistake. alone: the ranks have not met yet; this one
+    notifies those that wait in `meet`, or prints the message itself if it cannot. typed: the
+    program and its flags; a single process that needs more ranks prints the command that starts
+    them.
     """
     text = sentence(error)
     if isinstance(error, WrongWorldError) and launch.world == 1 and typed:  # of any length
@@ -60,8 +61,8 @@ def refuse(
 
 
 def start_line(typed: Sequence[str], ranks: int) -> str:
-    """Return the command, quoted for a shell, that starts a program with so many ranks on this
-    host, or that lets --dry-run say what they would do.
+    """Return the command, quoted for a shell, that starts a program with this number of ranks on
+    this host, or that makes the dry run of such a start.
     """
     if "--dry-run" in typed:
         return f"WORLD_SIZE={ranks} python {shlex.join(typed)}"
@@ -69,14 +70,14 @@ def start_line(typed: Sequence[str], ranks: int) -> str:
 
 
 def _refuse_others(text: str, launch: Launch) -> bool:
-    """Tell the ranks that wait in `meet`; return whether they were reached."""
+    """Send the refusal to the ranks that wait in `meet`; return whether it reached them."""
     if not (launch.point.host and launch.point.port):
         return False
     try:
         meet(SHORT, launch, refused=text)
     except RendezvousError:
         return False
-    except UsageError:  # it comes back as everybody's verdict
+    except UsageError:  # all ranks get this refusal as the verdict
         return True
     return False
 
@@ -84,21 +85,22 @@ def _refuse_others(text: str, launch: Launch) -> bool:
 def as_process(main: Callable[[], int], error_file: str | None, program: str = PROGRAM) -> None:
     """Run main(), print the traceback of a bug, flush, and end the process at once.
 
-    program: its name, for the lines about it. Ctrl-C gets a line, and exit code 130.
+    program: its name, for messages. Ctrl-C prints a line and gives exit code 130.
 
-    The interpreter's shutdown is skipped. In it a failed run may wait for ranks that are gone, and
-    a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
+    The interpreter's shutdown is skipped: there a failed run may wait for ranks that are gone, and
+    a successful one may abort, as a gloo thread that asks for the GIL is unwound through C++ code
     that forbids it ("terminate called without an active exception"). torchrun --run-path calls the
-    program as a function, and waits forever for a return that does not come.
+    program as a function and waits until it returns, so a successful run returns there.
 
-    A model's file or a library that calls os._exit(0) meanwhile ends no run well: it is taken as a
-    sys.exit() with a sentence. An exit that native code calls, and os.exec*, are not seen.
+    os._exit(0), called meanwhile by a model's file or a library, does not end the run as a success:
+    it raises SystemExit with a message, or exits with code 1 if another thread calls it. Exits from
+    native code and os.exec* are not detected.
     """
-    faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
+    faulthandler.enable()  # a fatal signal, such as SIGBUS, then prints the line it came from
     pid, leave = os.getpid(), os._exit
 
     def exit_early(status: int) -> NoReturn:
-        if status % 256 or os.getpid() != pid:  # a failure; a child, which may end as it likes
+        if status % 256 or os.getpid() != pid:  # a failure, or a child process
             if os.getpid() == pid:
                 tell_signal(status)
             leave(status)
@@ -135,8 +137,8 @@ def as_process(main: Callable[[], int], error_file: str | None, program: str = P
         code = SIGNAL + signal.SIGINT
         tell_signal(code)
         failed("stopped by Ctrl-C")
-    except BaseException as error:  # where Rust panics it is no Exception
-        if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
+    except BaseException as error:  # a Rust panic is not an Exception
+        if isinstance(error.__cause__, SystemExit):  # FailureMonitor has sent it to the other ranks
             code = failed(str(error))
         else:
             traceback.print_exc()

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meet at MASTER_ADDR:MASTER_PORT, or say within the timeout who did not come, and whether a rank
-that came has other settings.
+"""Rendezvous of all ranks at MASTER_ADDR:MASTER_PORT.
 
-torchrun keeps one store over all restarts of a run, so an answer found there may be an old one. And
-after a restart its agents may count restarts differently, so their count does not name the start.
-Rank 0 therefore draws a name for this start, and the others show that they are alive now:
+Within the timeout it reports which ranks did not connect, and whether a rank that did has other
+settings.
+
+torchrun keeps one store over all restarts of a run, so an answer found there may be stale. After a
+restart its agents may also count restarts differently, so the count does not identify the start.
+Rank 0 therefore draws a name for this start, and the others prove by a nonce that they are alive:
 
     rank r   hello/r = nonce, restarts, "" or why this rank refuses to start
     rank 0   answer/nonce = name
     rank r   name/here/r = where it is, and a digest of its settings
     rank 0   name/roll = "", or why nothing starts, once all are here or the time is up;
-             "settings: r" where r is the first that has another digest
+             "settings: r" where r is the first rank with another digest
     rank r   name/settings = its settings
     rank 0   name/verdict = how they differ
 
-`calls` counts what ranks have written, so that rank 0 asks for one number while nobody comes. What
-the ranks tell each other later is kept under that name.
+`calls` counts the ranks' writes, so that rank 0 polls one number while no rank connects. The keys
+that the ranks write later are stored under the same name.
 """
 
 import hashlib
@@ -40,20 +42,20 @@ from training.files.untrusted import printable
 from training.run.same_settings import difference
 from training.settings.config import UsageError
 
-SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
+SHORT = timedelta(seconds=5)  # how long a rank with a mistake tries to reach the others
 ACKNOWLEDGED = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
 ATTEMPT = 5.0  # seconds, at most, of the first attempt to connect to rank 0's store
-MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
-ABSENT = "absent: "  # begins a verdict that is no mistake
-OTHER = "settings: "  # begins what asks a rank for its settings
+MARGIN = 2.0  # seconds after the deadline in which rank 0 can report who is missing
+ABSENT = "absent: "  # prefix of a verdict that is not a mistake
+OTHER = "settings: "  # prefix of a verdict that asks a rank for its settings
 ASKED = 30.0  # seconds, at most, that a rank takes to send them
-LOOK = 5.0  # seconds after which rank 0 looks for each rank, even if nobody has counted
+LOOK = 5.0  # seconds after which rank 0 checks each rank even if the count has not changed
 T = TypeVar("T")
-State = list[Callable[[], str]]  # one, which says what is wrong where nothing more comes
+State = list[Callable[[], str]]  # one function, which returns the error if nothing more happens
 
 
 class RendezvousError(UsageError):
-    """Not all ranks came to MASTER_ADDR:MASTER_PORT in time. reported: by rank 0, to all."""
+    """Not all ranks connected to MASTER_ADDR:MASTER_PORT in time. reported: by rank 0, to all."""
 
     def __init__(self, text: str, reported: bool = False) -> None:
         super().__init__(text)
@@ -67,11 +69,11 @@ def meet(
     activity: Activity | None = None,
     settings: str = "",
 ) -> dist.Store:
-    """Return a store that the ranks of this start share, once all are here.
+    """Return a store that the ranks of this start share, once all have connected.
 
-    refused: why this rank does not start. activity: prints who is late. settings: what all ranks
-    must have in common (same_settings.py). Raises RendezvousError where ranks stay away for
-    `timeout`, UsageError, on every rank, where one refuses or has other settings.
+    refused: why this rank does not start. activity: prints which ranks are late. settings: what all
+    ranks must have in common (same_settings.py). Raises RendezvousError if ranks do not connect
+    within `timeout`, UsageError, on every rank, if one refuses or has other settings.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     activity = activity or Activity(launch)
@@ -95,9 +97,9 @@ def _where(launch: Launch) -> str:
 
 
 def _within(seconds: float, run: Callable[[State], T]) -> T:
-    """Return run(state), or raise RendezvousError with what the last state says by then.
+    """Return run(state); after `seconds`, raise RendezvousError with the message of the state.
 
-    torch's store may wait for ever in C++: then the thread is left to itself.
+    torch's store may block forever in C++: then the thread is abandoned.
     """
     state, result, errors = State([str]), list[T](), list[BaseException]()
 
@@ -120,13 +122,13 @@ def _within(seconds: float, run: Callable[[State], T]) -> T:
 def _open(
     launch: Launch, deadline: float, timeout: timedelta, state: State, activity: Activity
 ) -> dist.Store:
-    """Open the store: as its keeper on rank 0, unless torchrun's agent is that."""
+    """Open the store, which rank 0 hosts unless torchrun's agent does."""
     host, port, world = launch.point.host, launch.point.port, launch.world
     if launch.rank == 0 and not launch.point.agent:
         try:
             address = resolve(host)
             if is_loopback(address) and launch.local_world < world:
-                address = ""  # what this host calls itself is not what the others call it
+                address = ""  # other hosts reach this one at another address
             listener, _ = listen(address, port, max(world, 128))
         except OSError as error:
             raise RendezvousError(f"rank 0 cannot listen at {_where(launch)}: {error}") from None
@@ -140,7 +142,7 @@ def _open(
         over=lambda: f"{who} has come to {_where(launch)}",
     ):
         store = _connected(launch, deadline, timeout, state, why)
-        if store is None:  # in the block, whose end would say that it came
+        if store is None:  # raise in the block: its normal end prints success
             raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
     store.set_timeout(timeout)
     return store
@@ -152,7 +154,7 @@ def _absent(launch: Launch, timeout: timedelta) -> str:
 
 
 def _not_a_store(launch: Launch, timeout: timedelta) -> str:
-    """Return why torch does not come to a store: of what listens there, if anything still does."""
+    """Return why torch cannot connect to the store: nothing listens there, or another program."""
     try:
         socket.create_connection((launch.point.host, launch.point.port), timeout=2.0).close()
     except OSError as error:
@@ -163,17 +165,17 @@ def _not_a_store(launch: Launch, timeout: timedelta) -> str:
 def _connected(
     launch: Launch, deadline: float, timeout: timedelta, state: State, why: list[str]
 ) -> dist.Store | None:
-    """Return rank 0's store, or None after the deadline. why[0]: gets what keeps this rank out."""
+    """Return rank 0's store, or None after the deadline. why[0]: is set to the last error."""
     host, port, world, attempt = launch.point.host, launch.point.port, launch.world, ATTEMPT
     while True:
         try:
-            # torch would print its frames about each vain attempt
+            # torch would print its C++ frames at each failed attempt
             socket.create_connection((host, port), timeout=2.0).close()
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             state[0] = partial(_not_a_store, launch, timeout)
-            # not all of the time that is left: what listened may have ended by now, as a rank 0
-            # that refuses to start does, and torch would go on connecting to nobody
+            # less than the time that is left: the listener may be gone by now, as a rank 0 that
+            # refuses to start is, and torch would keep trying to connect
             short = timedelta(seconds=min(attempt, left / 3))
             return dist.TCPStore(host, port, world, False, short, False)
         except OSError as error:
@@ -182,7 +184,7 @@ def _connected(
                 return None
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             why[0] = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
-            attempt *= 2  # and a look, even if the time is over: it may have ended
+            attempt *= 2  # connect once more even if the time is over: the listener may be gone
         time.sleep(0.1)
 
 
@@ -194,7 +196,7 @@ def _rank_0(
     activity: Activity,
     settings: str,
 ) -> str:
-    """Call the roll; return the name of this start. Raises UsageError, RendezvousError."""
+    """Wait for all ranks; return the name of this start. Raises UsageError, RendezvousError."""
     name, begun = secrets.token_hex(8), time.monotonic()
     absent, told = set(range(1, launch.world)), list[int]()
     verdict, reported = f"rank 0: {refused}" if refused else "", False
@@ -257,7 +259,7 @@ def _rank_0(
         return name
     here, deadline = launch.world - 1 - len(absent), time.monotonic() + ACKNOWLEDGED
     while names.add("heard", 0) < here and time.monotonic() < deadline:
-        time.sleep(0.02)  # rank 0 may be the store itself
+        time.sleep(0.02)  # rank 0 may host the store, which would end with it
     raise _error(verdict)
 
 
@@ -273,7 +275,7 @@ def _other_rank(
     activity: Activity,
     settings: str,
 ) -> str:
-    """Say hello to rank 0; return the name of this start. Raises UsageError, RendezvousError."""
+    """Register at rank 0; return the name of this start. Raises UsageError, RendezvousError."""
     nonce, until = secrets.token_hex(8), deadline + MARGIN
     where = _where(launch)
 

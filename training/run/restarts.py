@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an attempt of a run leaves to the next one, under torchrun --max-restarts.
+"""Messages from an attempt of a run to the next one, under torchrun --max-restarts.
 
-torchrun starts the ranks again whatever ended them: a mistake in the flags too, and a fault that
-comes before each first step. It gives every rank of every attempt a folder of its own:
+torchrun restarts the ranks whatever ended them, even a mistake in the flags or a fault that occurs
+before every first step. It gives every rank of every attempt a folder of its own:
 
     RUN/attempt_1/LOCAL_RANK/error.json    torchrun's: the cause, with which its report ends
                              end.json      ours: the exit code and the cause
                              stepped       ours: a step was made
 
-An attempt whose predecessor ended with a mistake, by a signal or without a step says so in one
-sentence and ends at once, before torch is imported. Other launchers have no such folders.
+An attempt whose predecessor ended with a mistake, by a signal or without a step prints so in one
+sentence and exits at once, before torch is imported. Other launchers have no such folders.
 """
 
 import json
@@ -27,11 +27,11 @@ from training.files.untrusted import printable, read_json
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 END, STEPPED = "end.json", "stepped"
 MISTAKE, SIGNAL = 2, 128  # exit codes: of a mistake; of signal n, 128 + n
-TURN = 10.0  # seconds, at most, that a node's other ranks leave its first one to speak
+TURN = 10.0  # seconds, at most, that a node's other ranks wait for its first to record its end
 
 
 class End(NamedTuple):
-    """How a rank ended: its exit code, and why. again: as the attempt before did, at once."""
+    """How a rank ended: its exit code, and why. again: it repeats the end of the attempt before."""
 
     code: int
     why: str
@@ -41,7 +41,7 @@ class End(NamedTuple):
 def write_error_file(text: str, error_file: str | None, end: End | None = None) -> None:
     """Write the cause to TORCHELASTIC_ERROR_FILE, if any: torchrun's report ends with it.
 
-    end: what the next attempt is told; None: a failure for this cause.
+    end: what is recorded for the next attempt; None: a failure with this cause.
     """
     if error_file:
         more = {"timestamp": str(int(time.time())), "py_callstack": text}
@@ -51,14 +51,14 @@ def write_error_file(text: str, error_file: str | None, end: End | None = None) 
 
 
 def tell_next(end: End, error_file: str | None) -> None:
-    """Tell the next attempt how this rank ended. What is told first counts."""
+    """Record for the next attempt how this rank ended. Only the first record counts."""
     if folder := _folder(error_file):
         with suppress(OSError), open(folder / END, "x", encoding="utf-8") as file:
             json.dump(end._asdict(), file)
 
 
 def note_step(error_file: str | None) -> None:
-    """Tell the next attempt that this one made a step."""
+    """Record for the next attempt that this one made a step."""
     if folder := _folder(error_file):
         with suppress(OSError):
             (folder / STEPPED).touch()
@@ -71,7 +71,7 @@ def _folder(error_file: str | None) -> Path | None:
 
 
 def end_again(environ: Mapping[str, str]) -> None:
-    """End this process where the attempt before shows that another one is of no use."""
+    """Exit if the end of the attempt before shows that another attempt cannot help."""
     error_file = environ.get(ERROR_FILE)
     folder = _folder(error_file)
     if folder is None:
@@ -89,8 +89,8 @@ def end_again(environ: Mapping[str, str]) -> None:
 
 
 def let_first_speak(error_file: str | None) -> None:
-    """Wait until the node's first rank has told how it ended: torchrun, which ends all ranks once
-    one has ended, would cut it short.
+    """Wait until the node's first rank has recorded how it ended: torchrun kills all ranks once one
+    has ended, and might kill that one too early.
     """
     if folder := _folder(error_file):
         told, deadline = folder.parent / "0" / END, time.monotonic() + TURN
@@ -99,7 +99,7 @@ def let_first_speak(error_file: str | None) -> None:
 
 
 def reason(end: End) -> str:
-    """Return what ended an attempt so that no other one follows: "ended with a mistake: ..."."""
+    """Return why no attempt follows, as the end of a sentence: "ended with a mistake: ..."."""
     if end.code == MISTAKE:
         return f"ended with a mistake: {end.why}"
     if end.code > SIGNAL:
@@ -108,9 +108,9 @@ def reason(end: End) -> str:
 
 
 def final(attempt: Path) -> End | None:
-    """Return why no attempt is to follow this one, None where one is.
+    """Return why no attempt is to follow this one, or None if one may follow.
 
-    A signal counts where it reached every rank: torchrun sends one to those that a fault left.
+    A signal counts only if it ended every rank: torchrun also signals ranks that survive a fault.
     """
     ranks = sorted((path for path in attempt.iterdir() if path.name.isdigit()), key=_number)
     ends = {rank: _read(rank / END) for rank in ranks}
@@ -133,7 +133,7 @@ def _number(path: Path) -> int:
 
 
 def _read(path: Path) -> End | None:
-    """Return what a rank told of its end, None where it told nothing."""
+    """Return a rank's record of its end, None if there is none."""
     try:
         said = read_json(path)
         return End(int(said["code"]), printable(str(said["why"])), bool(said["again"]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try before the first step what a save writes of a model and a resume reads back.
+"""Test before the first step that a resume can read a save of this model.
 
-A model's file may be anybody's, and what its functions get wrong would else be found by the first
-save, or by the first resume, when hours are lost. So the functions that save and resume call are
+A model's file may be user code, and errors in its functions would otherwise appear at the first
+save or at the first resume, after hours of training. So the functions that save and resume call are
 called on what the run would save, in memory.
 """
 
@@ -26,13 +26,13 @@ from training.run import same_run
 from training.run.model_profile import StagedModel
 from training.settings.config import Config, UsageError
 
-# sizes of a model that a config.json need not have: no tensor depends on them
+# sizes of a model that a config.json may omit: no tensor depends on them
 FREE = ("kv_channels", "init_method_std", "max_position_embeddings")  # the first is head_size
 FILE = "rank_00000-000.safetensors"
 
 
 class Unwritten(Checkpoint):
-    """The checkpoint of a run's start as it would be read, of which nothing is written."""
+    """The checkpoint of a run's start as a resume would read it; nothing is written to disk."""
 
     def __init__(
         self, directory: Path, state: dict[str, Any], model: nn.Module, names: Mapping[str, Any]
@@ -54,10 +54,10 @@ class Unwritten(Checkpoint):
 
 
 def as_read(value: Any, name: str) -> dict[str, Any]:
-    """Return what a resume reads where `value` was written as JSON: lists in place of tuples.
+    """Return `value` as a resume reads it back from JSON: with lists in place of tuples.
 
-    Raises CheckpointError for what would not be read: NaN, a long integer, another type than
-    JSON's.
+    Raises CheckpointError for values that cannot be read back: NaN, a long integer, a type that
+    JSON does not have.
     """
     try:
         data = json_bytes(value)
@@ -69,7 +69,7 @@ def as_read(value: Any, name: str) -> dict[str, Any]:
 
 
 def spelled(hf_config: Callable[[Any, str], Any], sizes: Any, dtype: str) -> dict[str, Any]:
-    """Return a model's hf_config as a checkpoint has it. Raises UsageError naming the field."""
+    """Return a model's hf_config as a checkpoint stores it. Raises UsageError naming the field."""
     found = hf_config(sizes, dtype)
     if not isinstance(found, dict):
         raise UsageError(f"hf_config returns a {type(found).__name__}: it must return a dict")
@@ -77,9 +77,9 @@ def spelled(hf_config: Callable[[Any, str], Any], sizes: Any, dtype: str) -> dic
 
 
 def each_read(values: Mapping[str, Any], by: str) -> Iterator[tuple[str, Any]]:
-    """Yield (field, value) of what `by` gives, as it is read. Raises UsageError naming the field.
+    """Yield (field, value) as a resume reads them, in the order in which it compares them.
 
-    In their order, in which a resume compares them.
+    by: the function that returned the values. Raises UsageError naming it and the field.
     """
     for field, value in values.items():
         try:
@@ -95,7 +95,7 @@ def each_read(values: Mapping[str, Any], by: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_names(model: nn.Module, names: Any) -> None:
-    """Raise UsageError where hf_names does not name each tensor of the whole model once."""
+    """Raise UsageError if hf_names does not name each tensor of the whole model once."""
     if not isinstance(names, Mapping):
         raise UsageError(f"hf_names returns a {type(names).__name__}: it must return a dict")
     tensors: list[tuple[str, Tensor, int]] = []
@@ -132,9 +132,10 @@ def check_names(model: nn.Module, names: Any) -> None:
 
 
 def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf: Any) -> None:
-    """Raise UsageError where from_hf_config does not return what hf_config was given.
+    """Raise UsageError if from_hf_config does not return the sizes that hf_config was given.
 
-    back: the sizes read from a checkpoint. again: the hf_config of those that hf alone gives.
+    hf: hf_config of `sizes`. back: the sizes as a tool reads them from a checkpoint. again:
+    hf_config of the sizes that from_hf_config makes of `hf` alone.
     """
     for field, value in hf.items():
         if field not in FREE_FIELDS and again.get(field) != value:
@@ -156,7 +157,7 @@ def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf
 
 
 class ModelFile(Protocol):
-    """What a save and a resume call of a model's file (model/load.py)."""
+    """The functions of a model's file that a save and a resume call (model/load.py)."""
 
     def hf_names(self, model: Any) -> dict[str, tuple[str, ...]]:
         """Return each parameter's names in a checkpoint."""
@@ -177,8 +178,8 @@ def check(
 ) -> None:
     """Raise ValueError, a sentence about the model's file, where a resume of this run would fail.
 
-    model: all of it, on one rank, of meta tensors. saved_config(file, hf, settings): the sizes that
-    a tool reads from a checkpoint. What only saves need is tried where there are any.
+    model: the whole model on one rank, of meta tensors. saved_config(file, hf, settings): returns
+    the sizes that a tool reads from a checkpoint. Without --save only hf_names is tested.
     """
     assert isinstance(model, nn.Module)
     names = file.hf_names(model)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resume a run: which checkpoint it begins at, what is loaded of it, and what is refused.
+"""Resume a run: which checkpoint it begins at, what is loaded from it, and what is refused.
 
 A restart by torchrun has the flags of the first start. It begins at the newest sound checkpoint of
-this run, of --load or of --save.
+this run, in --load or in --save.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,8 @@ from training.settings.stages import waits_for
 class Resume:
     """Reads checkpoints into a run, on every rank.
 
-    from_hf: makes the model's sizes of a config.json's. activity: prints what takes long.
+    from_hf: converts the fields of a config.json to those of this model's hf_config. activity:
+    prints slow operations.
     """
 
     def __init__(
@@ -37,14 +38,14 @@ class Resume:
     ) -> None:
         self.config, self.saved, self.from_hf = config, saved, from_hf
         self.note, self.activity = note, activity
-        self.whole: set[str] = set()  # directories of --save of which every file is known
+        self.whole: set[str] = set()  # directories of --save whose files were all hashed or written
         self.later: Sequence[str] = ()  # directories under --load that were passed over
-        self.folder: Path | None = None  # the directory of the run that it was loaded from
+        self.folder: Path | None = None  # the directory that holds the loaded checkpoint
 
     def load(self) -> tuple[int, int]:
-        """Resume a restarted run where it was; else do what load_first() does."""
+        """Resume a restarted run from its newest checkpoint; otherwise call load_first()."""
         c, grid = self.config.checkpoint, self.saved.ctx.grid
-        # torchrun's agents may count differently: rank 0's count holds
+        # torchrun's agents may count differently: rank 0's count is used
         attempts = checkpoint.together(
             lambda: grid.launch.attempt, grid.world, self.saved.ctx.device
         )
@@ -55,7 +56,7 @@ class Resume:
         fresh = c.finetune or chosen or c.load is None
         if fresh or checkpoint.is_hugging_face(paths[0], grid, self.saved.ctx.device):
             fresh, paths = True, paths[c.load is not None and c.load != c.save :]
-        after = (c.ckpt_step or 0) if fresh else -1  # what --save has later is this run's
+        after = (c.ckpt_step or 0) if fresh else -1  # later steps in --save are this run's
         found = self.find("--load", checkpoint.Roots(paths, after), False)
         return self.load_first() if found is None else found
 
@@ -64,7 +65,7 @@ class Resume:
 
         Weights only, from sample 0: --finetune, a Hugging Face directory, or
         --pretrained-checkpoint while --load has no checkpoint. Raises CheckpointError; UsageError
-        where a checkpoint is required and there is none.
+        if a checkpoint is required and there is none.
         """
         c = self.config.checkpoint
         found = self.find("--load", c.load, c.finetune, c.no_load_optim) if c.load else None
@@ -153,10 +154,10 @@ class Resume:
         return iteration, consumed
 
     def _check_resume(self, found: Checkpoint) -> None:
-        """Raise MismatchError where the checkpoint is of another run, unless --allow-change names
-        the difference, and CheckpointError where its state lacks a count to resume from.
+        """Raise MismatchError if the checkpoint is of another run, unless --allow-change names
+        the difference, and CheckpointError if its state lacks a count to resume from.
 
-        With --skip-train no run goes on, so any run's will do."""
+        With --skip-train no training follows, so any run's checkpoint is accepted."""
         if isinstance(found, HuggingFaceDirectory):
             raise checkpoint.MismatchError(
                 f"{found.directory} is a Hugging Face directory: it has weights, and nothing to "

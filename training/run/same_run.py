@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say how far a run is, and find what must not change between a checkpoint and its resume.
+"""Record the progress of a run, and find changes that are not allowed between a save and a resume.
 
-A change of these would repeat samples or leave some out. Layout, micro-batch and workers may
+Such a change would repeat samples or leave some out. Layout, micro-batch size and workers may
 change; so may the learning rate, the optimizer's settings and the length of the run, and a line
-names each (training/run/settings_changed.py).
+reports each of these (training/run/settings_changed.py).
 """
 
 import hashlib
@@ -25,41 +25,41 @@ from training.settings.learning_rate import learning_rate
 from training.settings.stages import ROPE as ROPE_SETTINGS
 from training.settings.stages import record, saved_settings, tokens_at
 
-# What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
-# of the config, and hashes kept in the state.
+# What a resumed run must share with its checkpoint, by the value of --allow-change: settings of the
+# config, and hashes stored in the state.
 SHARED = {
     "seed": ("run.seed",),
     "tokenizer": ("tokenizer_digest",),
     "data": (
         *("model.seq_length", "data.reset_position_ids", "data.reset_attention_mask"),
         *("data.eod_mask_loss", "corpus_digest"),
-    ),  # in a run with stages their past in place of length and corpus
+    ),  # with stages, those begun so far are compared in place of length and corpus
     "mup": ("model.mup_base_hidden_size",),  # a model's hf_config has the multipliers
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
 HELD_OUT = ("data.valid_data_path", "data.test_data_path")
-# How losses are computed: a checkpoint's state has the number, 0 where it has none; `losses` says
-# what each one changed.
+# The version of how losses are computed. A checkpoint's state has it, or else counts as version 0;
+# `losses` lists what each version changed.
 NUMERICS = 1
 SCHEDULE = "batch.step_batch_size_schedule"
-# of a model's hf_config, which has some of them; the word is "rope"
+# fields of a model's hf_config, which has some of them; they may change by --allow-change rope
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-SCALED_BY = {  # by rope_type, its factor
+SCALED_BY = {  # {rope_type: the flag of its factor}
     "yarn": "--rotary-scaling-factor",
     "linear": "--rotary-seq-len-interpolation-factor",
 }
 
 
 def expected(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of this run's model that its checkpoint's must equal."""
+    """Return the fields of hf_config that a checkpoint must have in common with this run."""
     staged = len({stage.settings for stage in config.stages}) > 1  # `_stages` compares them
     free = ROPE if "rope" in config.checkpoint.allow_change or staged else ()
     return {field: value for field, value in hf_config.items() if field not in free}
 
 
 def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line where the loaded weights were trained by another --model-file, and one where
-    with other rotary positions, as `expected` let through: what they were, what they are.
+    """Yield a line if the loaded weights were trained with another --model-file, and one if they
+    were trained with other rotary positions, which `expected` allowed: the old and the new ones.
     """
     saved, file = found.state.get("config", {}), config.model.model_file
     if (was := saved.get("model.model_file", file)) != file:
@@ -92,9 +92,9 @@ def _requested(config: Config) -> str:
 
 
 def _rope(fields: Mapping[str, Any], length: int | None) -> str:
-    """Return rotary positions as flags, at a sequence length if it is known.
+    """Return rotary positions as flags, with the sequence length if it is known.
 
-    What a fork writes in a form of its own is told as it is.
+    Fields that a fork writes in another form are returned as they are.
     """
     scaling, theta = fields.get("rope_scaling") or {}, fields.get("rope_theta")
     try:
@@ -111,7 +111,7 @@ def _rope(fields: Mapping[str, Any], length: int | None) -> str:
 def changes(
     found: Checkpoint, config: Config, digests: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (what changed, as --allow-change names it, and a sentence about it)."""
+    """Yield (the value of --allow-change for it, a sentence about it) of each change."""
     there = {**found.state.get("config", {}), **found.state}
     here = {**config.flat(), **digests}
     if _sketched(there) and "corpus_sketch" in here:
@@ -133,9 +133,9 @@ def changes(
 
 
 def _past(found: Checkpoint, config: Config, here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (what, sentence) on each difference of stages that the checkpoint has begun.
+    """Yield (what, sentence) for each difference of the stages that the checkpoint has begun.
 
-    A run without stages has one. What has not begun may change.
+    A run without --data-stages counts as one stage. Stages that have not begun may change.
     """
     consumed = found.state["consumed_samples"]
     saved = found.state.get("config", {})
@@ -157,7 +157,7 @@ def _past(found: Checkpoint, config: Config, here: Mapping[str, Any]) -> Iterato
 
 
 def _sizes(saved: Mapping[str, Any], config: Config, consumed: int) -> Iterator[tuple[str, str]]:
-    """Yield a sentence where the batch sizes of the samples consumed were others."""
+    """Yield a sentence if the samples so far were consumed in batches of other sizes."""
     was = saved.get(SCHEDULE) or [[0, saved.get("batch.global_batch_size")]]
     old, new = (steps_of(sizes, consumed) for sizes in (was, schedule(config)))
     if old != new:
@@ -165,17 +165,17 @@ def _sizes(saved: Mapping[str, Any], config: Config, consumed: int) -> Iterator[
 
 
 def _stages(config: Config, digests: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the stages of this run as a checkpoint has them."""
+    """Return the stages of this run as a checkpoint stores them."""
     return record(config.stages, json.loads(digests["stage_corpora"])) if config.stages else []
 
 
 def _only(flat: Mapping[str, Any], corpus: Any) -> dict[str, Any]:
-    """Return the one stage of a run without --data-stages."""
+    """Return the single stage of a run without --data-stages."""
     return {"name": "none", "first_sample": 0, "corpus": corpus, **saved_settings(flat)}
 
 
 def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line where stages that have not begun are others than they were planned to be."""
+    """Yield a line if the stages that have not begun differ from those the checkpoint planned."""
     consumed, was = found.state.get("consumed_samples", 0), found.state.get("stages") or []
     old, new = (
         [s for s in stages if s["first_sample"] >= consumed]
@@ -192,8 +192,8 @@ def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Ite
 def same_order(
     found: Checkpoint, config: Config, digests: Mapping[str, str], held_out: bool
 ) -> bool:
-    """Return whether a checkpoint's run trains on the same data in the same order, in the stages to
-    come too; held_out: whether it also evaluates on the same paths.
+    """Return whether a checkpoint's run trains on the same data in the same order, also in the
+    stages to come. held_out: it must also evaluate on the same paths.
     """
     saved, here = found.state.get("config", {}), config.flat()
     return (
@@ -204,7 +204,7 @@ def same_order(
 
 
 def losses(found: Checkpoint, config: Config) -> Iterator[str]:
-    """Yield a line where a run was begun by a version that computed its losses in another way."""
+    """Yield a line if the checkpoint is of a version that computed losses in another way."""
     if found.state.get("numerics", 0) >= NUMERICS:
         return
     changed, moe, options = list[str](), config.moe, expert_options(config)
@@ -227,17 +227,17 @@ def losses(found: Checkpoint, config: Config) -> Iterator[str]:
 
 
 def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line on each change that --allow-change let through, on each other change of how
-    training goes on, and on what is not known.
+    """Yield a line on each change that --allow-change allowed, on each other change that affects
+    training, and on what the checkpoint does not record.
     """
     compared = {key for keys in SHARED.values() for key in keys}
     if config.stages or found.state.get("stages"):
-        compared.remove(SCHEDULE)  # its past alone is compared
+        compared.remove(SCHEDULE)  # only its past is compared
     yield from settings_changed.lines(found, config, compared)
     yield from losses(found, config)
     file, key = config.model.model_file, "model_digest"
     known = {found.state.get(key), digests.get(key), None}
-    if len(known) > 2 and not file.startswith("model/"):  # Weft's own change with its versions
+    if len(known) > 2 and not file.startswith("model/"):  # Weft's own files change by version
         yield f"{found.directory}: --model-file {file} has changed since it was saved"
     yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
@@ -250,12 +250,12 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
 
 
 def _sketched(state: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint knows its corpus by blocks, or holds none made of files."""
+    """Return whether a checkpoint's corpus digest is not of all tokens: of blocks, or no files."""
     return not str(state.get("corpus_digest", FULL_DIGEST)).startswith(FULL_DIGEST)
 
 
 def _difference(key: str, there: Any, here: Any) -> str:
-    """Return how a checkpoint differs from this run, as the rest of a sentence about it."""
+    """Return a difference from this run as the predicate of a sentence about the checkpoint."""
     if key == "tokenizer_digest":
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
     if key == "corpus_digest":
@@ -271,7 +271,7 @@ def progress(
     before: tuple[int, int],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the part of a checkpoint's state that says which run it is of, and how far.
+    """Return the part of a checkpoint's state that identifies its run and records its progress.
 
     before: samples and tokens that earlier runs consumed. digests: hashes of its data.
     """
@@ -294,7 +294,7 @@ def progress(
 
 
 def branch(found: Checkpoint) -> dict[str, Any]:
-    """Return what a branch's checkpoints say of the one that it branched off from."""
+    """Return the record, in a branch's checkpoints, of the one that it branched off from."""
     manifest = (found.directory / "manifest.json").read_bytes()
     return {
         "directory": str(found.directory.resolve()),
@@ -305,7 +305,7 @@ def branch(found: Checkpoint) -> dict[str, Any]:
 
 
 def tokenizer_files(data: DataConfig) -> dict[str, bytes]:
-    """Return {name: bytes} of the tokenizer's files, kept so that a checkpoint can be moved."""
+    """Return {name: bytes} of the tokenizer's files, saved so that a checkpoint can be moved."""
     paths = files_of(data.tokenizer_type, data.tokenizer_model, data.merge_file)
     files = {plain_name(Path(n), "tokenizer"): Path(at).read_bytes() for n, at in paths.items()}
     if data.tokenizer_type != "HuggingFaceTokenizer" or not paths:

@@ -18,7 +18,7 @@ from training.flags.flag_table import live_flags
 from training.settings.config import Config
 from training.settings.setting import flag_of
 
-# what runs: the sources of these rooms
+# the code that runs: the sources in these folders
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("mpu", "model", "training", "csrc")
 KINDS = (".py", ".cpp", ".cc", ".c", ".h", ".cu")
@@ -28,7 +28,7 @@ def sources(root: Path = ROOT) -> dict[str, str]:
     """Return {"the file mpu/grid.py": hash, ..., "the version of torch": "2.13.0"}.
 
     Ranks that differ in one of them may compute different numbers, or wait for each other in
-    different places. It takes some 10 ms.
+    different places. This takes about 10 ms.
     """
     files = [root / "pretrain_llama.py"]
     for room in ROOMS:
@@ -56,7 +56,7 @@ def settings_of(config: Config, digests: dict[str, str], launch: Launch) -> str:
 
 
 def difference(mine: str, theirs: str, other: int) -> str:
-    """Return how rank `other` differs from rank 0, in one sentence, or "" where it does not.
+    """Return how rank `other` differs from rank 0, in one sentence, or "" if it does not.
 
     mine, theirs: what settings_of returns on rank 0 and there.
     """

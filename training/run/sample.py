@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continue a prompt with the model that is being trained, and print it (--sample-interval).
 
-Every token is a forward of the evaluation's kind, over a whole row of --seq-length, so it runs in
-every layout, and leaves weights, optimizer, data and random numbers as they are: the run's losses
-are the same with and without it. All ranks take part. tools/generate.py is the fast way, with a
-cache of keys and values, for a model that is saved.
+Every token takes an evaluation forward over a whole row of --seq-length, so sampling works in every
+layout, and leaves weights, optimizer, data and random numbers unchanged: the run's losses are the
+same with and without it. All ranks take part. tools/generate.py is faster, with a cache of keys and
+values, for a saved model.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ from training.run.state import Run
 from training.settings.config import Config
 
 NEW = 32  # tokens of a sample
-PROMPT_TOKENS = 16  # tokens of held-out text before them, where there is no --sample-prompt
+PROMPT_TOKENS = 16  # tokens of held-out text as the prompt, without --sample-prompt
 TEMPERATURE = 0.8
 
 
@@ -70,7 +70,7 @@ def draw_sample(run: Run, loaders: Loaders, log: Log) -> None:
 
 
 def prompt_of(config: Config, loaders: Loaders) -> list[int]:
-    """Return the ids to continue: --sample-prompt, or how the first held-out sample begins."""
+    """Return the ids to continue: --sample-prompt, or the start of the first held-out sample."""
     tokenizer, most = loaders.tokenizer, config.model.seq_length - 1
     assert tokenizer is not None
     if config.log.sample_prompt is not None:
@@ -82,7 +82,7 @@ def prompt_of(config: Config, loaders: Loaders) -> list[int]:
 
 
 def continue_prompt(run: Run, prompt: list[int], new: int) -> list[int]:
-    """Return `new` more tokens, the same on every rank."""
+    """Return `new` tokens that continue the prompt, the same on every rank."""
     config, grid = run.config, run.grid
     seed = 1_000_003 * config.run.seed + 8191 * run.iteration
     row, made = np.zeros(config.model.seq_length + 1, np.int64), list[int]()
@@ -106,7 +106,7 @@ def continue_prompt(run: Run, prompt: list[int], new: int) -> list[int]:
 
 
 def _local(batch: Batch, place: int) -> int | None:
-    """Return where a context-parallel rank holds the token at `place`, None where it does not."""
+    """Return this context-parallel rank's index of the token at `place`, None on other ranks."""
     if batch.position_ids is None:
         return place
     at = (batch.position_ids[0] == place).nonzero()
@@ -118,7 +118,7 @@ def _logits(run: Run, batch: Batch, place: int | None) -> Tensor | None:
     chunks: list[Tensor] = []
     p = run.config.parallel
     pp = p.pipeline_model_parallel_size
-    count = p.microbatch_group_size_per_virtual_pipeline_stage or pp  # the fewest that it takes
+    count = p.microbatch_group_size_per_virtual_pipeline_stage or pp  # the fewest allowed
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         ids = (batch.tokens, None, batch.position_ids, batch.packed_seq_params)

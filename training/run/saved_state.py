@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of a run holds: pieces of tensors, and the state that is saved beside them.
+"""The contents of a run's checkpoint: pieces of tensors, and the state that is saved with them.
 
-resume.py reads it, saver.py writes it.
+resume.py reads them, saver.py writes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from training.settings.config import Config
 
 
 class SavedState:
-    """A run's tensors by the names of a checkpoint, and how far the run is.
+    """A run's tensors by their names in a checkpoint, and its progress.
 
     names: the model's table of canonical names. hf_config: the model's sizes in Hugging Face's
     terms. digests: hashes of the tokenizer and of the data.
@@ -40,18 +40,18 @@ class SavedState:
         self.config, self.ctx, self.model, self.optimizer = config, ctx, model, optimizer
         self.names, self.hf_config, self.digests = names, hf_config, digests
         self.frozen = list(optimizer.sink.frozen.names)
-        self.passed_over: set[int] = set()  # iterations whose samples nothing is trained on
+        self.passed_over: set[int] = set()  # iterations that are counted but not trained on
         self.before = (0, 0)  # samples and tokens that earlier runs consumed
         self.branch: dict[str, Any] | None = None  # where --branch-from branched off
-        self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
+        self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: as loaded, then as in use
         self.attach = same_run.tokenizer_files(config.data)
 
     def pieces(self, with_state: bool = True, to_load: bool = False) -> list[checkpoint.NamedPiece]:
-        """List this rank's rectangles of the weights, and of the state: the optimizer's, which
-        --skip-train does without, and what float8 and a router have noted.
+        """List this rank's pieces of the weights, and of the state: the optimizer's (not with
+        --skip-train), float8's amax histories and the loads of experts.
 
-        to_load: of weights that are gathered after each update only the part that is gathered from
-        here; gather_weights() must follow. So a data-parallel group reads them once together.
+        to_load: of weights that are gathered after each update, list only the part that this rank
+        owns; gather_weights() must follow. So a data-parallel group reads each of them only once.
         """
         optimizer, sink = self.optimizer, self.optimizer.sink
         sink.wait_for_weights()
@@ -89,7 +89,7 @@ class SavedState:
         }
 
     def forget_noted(self) -> None:
-        """Let what layers noted in steps begin anew, where a checkpoint may lack it."""
+        """Reset the amax histories and the loads of experts, which a checkpoint may lack."""
         sink = self.optimizer.sink
         if (amaxes := sink.state_of(AmaxHistory)) is not None:
             amaxes.history.zero_()
@@ -98,7 +98,7 @@ class SavedState:
                 counts.zero_()
 
     def go_on(self, found: Checkpoint) -> tuple[int, int]:
-        """Take the state of a checkpoint that the run resumes; return (iteration, samples)."""
+        """Continue with the state of the loaded checkpoint; return (iteration, samples)."""
         recorded = found.state.get("tp_comm_overlap", {})
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a run to --save, under its lock; remove the checkpoints that need not stay."""
+"""Save a run to --save, under its lock; remove checkpoints that are not to be kept."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +26,13 @@ from training.settings.config import Config
 
 
 class Saver:
-    """Writes a run's checkpoints; `resume` reads them, `saved` is what they hold.
+    """Writes a run's checkpoints; `resume` reads them, `saved` has their contents.
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
     Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
-    data, kept with the state. activity: prints what takes long at a start. evaluated_on: {set of
-    held-out data: hash of what an evaluation reads of it}, for --keep-best. As a context manager it
-    waits for the save under way, except after an error that other ranks may not share.
+    data, stored with the state. activity: prints slow operations of the start. evaluated_on: {set
+    of held-out data: hash of the part that an evaluation reads}, for --keep-best. As a context
+    manager it waits for the save in progress, except after an error that other ranks may not share.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Saver:
     def begin(self) -> tuple[int, int]:
         """Check that --save can be written, take its lock, load; return (iteration, samples).
 
-        Raises what load() does, and SaveError. That includes a --save with complete checkpoints of
-        steps after this run begins at: a resume would load one of those.
+        Raises the errors of load(), and SaveError, also where --save has complete checkpoints of
+        steps after the one at which this run begins: a resume would load one of those.
         """
         save = self.config.checkpoint.save
         return self.resume.load() if save is None else self._lock_and_load(Path(save))
@@ -113,7 +113,7 @@ class Saver:
             raise
         self._find_best(iteration)
 
-        def clear() -> None:  # what a killed prune left
+        def clear() -> None:  # finish a prune that was killed
             prune(root, None, None, set(), self.note)
 
         if not self.ctx.grid.rank:
@@ -125,7 +125,7 @@ class Saver:
         return iteration, consumed
 
     def _find_best(self, iteration: int) -> None:
-        """Learn which checkpoint of --save, up to a step, is the best one so far."""
+        """Find the best checkpoint of --save so far, up to an iteration."""
         if (best := self.best) is None:
             return
         root, rank = Path(self.config.checkpoint.save or ""), self.ctx.grid.rank
@@ -140,7 +140,7 @@ class Saver:
             self.note(f"--keep-best: {self.best_line()}")
 
     def best_line(self) -> str:
-        """Return which checkpoint is the best one so far, "" where there is none."""
+        """Return which checkpoint is the best one so far, "" if there is none."""
         if self.best is None or (found := self.best.saved) is None:
             return ""
         of, root = self.best.set and f"-{self.best.set}", self.config.checkpoint.save
@@ -163,7 +163,7 @@ class Saver:
             )
 
     def _refuse_to_prune(self, root: Path) -> None:
-        """Raise SaveError where the flags that remove checkpoints would meet another run's."""
+        """Raise SaveError if a flag that removes checkpoints would remove another run's."""
         c = self.config.checkpoint
         flags = {
             "--keep-last-k": c.keep_last_k,
@@ -173,7 +173,7 @@ class Saver:
         flag = next((flag for flag, given in flags.items() if given), None)
         if flag is None or self.ctx.grid.launch.attempt:
             return
-        # of step 0 that is evaluated: it is made again, with its loss
+        # a checkpoint of step 0 that is evaluated does not count: it is saved again, with its loss
         begun = c.keep_best is not None and self.config.run.eval_at_start
         found = [name for step, _, name in step_directories(root) if step or not begun]
         if found and self.resume.folder != root.resolve() and not self.ctx.grid.rank:
@@ -183,7 +183,7 @@ class Saver:
             )
 
     def _together(self, work: Callable[[], Any], flag: str = "") -> list[Any]:
-        """Return what work() is on each rank. Raises SaveError, on every rank, if one fails."""
+        """Return work() of all ranks. Raises SaveError, on every rank, if one fails."""
         world, device = self.ctx.grid.world, self.ctx.device
         outcomes = checkpoint.together(work, world, device)
         failed = checkpoint.first_error(outcomes)
@@ -193,13 +193,13 @@ class Saver:
         return [outcome.value for outcome in outcomes]
 
     def evaluated(self, iteration: int, losses: Mapping[str, float]) -> bool:
-        """Take the losses after this step, by the names of the validation sets; return whether the
-        step is to be saved for them (--keep-best). On every rank.
+        """Record the losses after this step, by the names of the validation sets; return whether
+        the step is to be saved for them (--keep-best). All ranks call it.
         """
         return self.best is not None and self.best.evaluated(iteration, losses)
 
     def _wait(self) -> None:
-        """Wait for the save under way; print its failure."""
+        """Wait for the save in progress; print its failure."""
         self._report_failure(self._background.wait)
 
     def save(
@@ -213,8 +213,9 @@ class Saver:
         """Save, in the background with --async-save unless it is the last one (`must`).
 
         A failure is printed and training continues, unless --on-save-failure or `must` forbids it.
-        One save is under way at a time: this waits for the one before. hurry: prune nothing
-        afterwards, as a signal's grace may be short. only_best: evaluated() alone asks for it.
+        Only one save is in progress at a time: this waits for the previous one. hurry: prune
+        nothing afterwards, as a signal's grace period may be short. only_best: only evaluated()
+        asks for this save.
         """
         self._hurry = hurry
         self._wait()
@@ -249,7 +250,7 @@ class Saver:
     def _export(self, saved: Path, again: bool = True) -> None:
         """Write the Hugging Face folder of a checkpoint of --save, from the background thread.
 
-        again: also where there is one. Nothing is done where the checkpoint is not there.
+        again: also if the folder exists. Does nothing if the checkpoint does not exist.
         """
         assert self._hf is not None
         hf, world = self._hf, self.ctx.grid.background
@@ -262,7 +263,7 @@ class Saver:
 
     def poll(self) -> None:
         """Print the failure of a background save that has ended; never wait for one."""
-        if self._staging is not None or self._hf is not None:  # else none is in the background
+        if self._staging is not None or self._hf is not None:  # else no save runs in the background
             self._report_failure(self._background.poll)
 
     def _report_failure(self, work: Callable[[], None], must: bool = False) -> None:
@@ -302,10 +303,10 @@ class Saver:
         return path
 
     def _prune(self) -> None:
-        """Remove the checkpoints that need not stay, in a thread: there may be much to hash first.
+        """Remove checkpoints that are not to be kept, in a thread, as hashing them may take long.
 
-        No save waits for it, and a later save's checkpoint does not count in it, as that may be one
-        that removes nothing. It is left out in a hurry.
+        No save waits for it. It considers only the checkpoints that exist now: a later one may be
+        of a save that must not prune. In a hurry nothing is removed.
         """
         if self.ctx.grid.rank or self._hurry:
             return
@@ -332,7 +333,7 @@ class Saver:
     def rewind(self) -> tuple[int, int] | None:
         """Load the newest sound checkpoint of --save again, in the middle of a run.
 
-        Return (iteration, samples), or None where there is none. Raises CheckpointError.
+        Return (iteration, samples), or None if there is none. Raises CheckpointError.
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which settings differ from those of the run that saved a checkpoint, as it is resumed.
+"""Report which settings of a resumed run differ from those of the run that saved the checkpoint.
 
-training/run/same_run.py refuses what would repeat samples or leave some out. What is reported here
-may change, and changes how training goes on: the settings that their row of settings/arguments.py
-marks with `reported`, by itself or by its section, and a fork's own. A line has a flag with its
-value there and here; another one has the learning rates before and after, and where both curves
-end.
+training/run/same_run.py refuses changes that would repeat samples or leave some out. The settings
+reported here may change, and the change affects training: they are those that their row of
+settings/arguments.py marks with `reported`, itself or by its section, and a fork's own. A line has
+a flag with its old and its new value; another one has the learning rates before and after, and the
+ends of both curves.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +21,15 @@ from training.settings.expert_options import expert_options
 from training.settings.learning_rate import at, curve_of, decoupled_curve_of
 from training.settings.setting import flag_of
 
-SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # reported where a row says nothing
-PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest says whether these only moved
-# what a checkpoint of another program, or by another hand, makes of arithmetic
+SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # reported unless a row overrides it
+PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest shows whether these only moved
+# errors that the values of a foreign or an edited checkpoint may cause
 ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, AssertionError)
 KEYS = {flag_of(key): key for key in SETTINGS}
 
 
 def difference(key: str, there: Any, here: Any) -> str:
-    """Return how a setting of a checkpoint differs from this run's: the rest of a sentence."""
+    """Return a difference of a setting as the predicate of a sentence about the checkpoint."""
     flag = flag_of(key)
     none: tuple[Any, ...] = (None, [])
     if there in none:
@@ -40,10 +40,10 @@ def difference(key: str, there: Any, here: Any) -> str:
 
 
 def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str]:
-    """Yield a line for each setting that differs, one for what the checkpoint does not record, and
-    one for each learning rate that goes on in another way.
+    """Yield a line for each setting that differs, one for those that the checkpoint does not
+    record, and one for each curve of the learning rate that differs.
 
-    compared: settings that `same_run.changes` speaks of.
+    compared: settings that `same_run.changes` reports.
     """
     saved, here = found.state.get("config", {}), config.flat()
     if not saved:
@@ -75,8 +75,8 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
 
 
 def rates(found: Checkpoint, config: Config) -> Iterator[str]:
-    """Yield a line for each curve of the learning rate that is another one than the checkpoint's:
-    its value at the last step that was saved and at the next one, and at the last step of the run.
+    """Yield a line for each curve of the learning rate that differs from the checkpoint's: its
+    values at the checkpoint's last step, at the next step, and at the last step of the run.
     """
     was, state = before(found, config), found.state
     if was is None or "iteration" not in state or "consumed_samples" not in state:
@@ -113,19 +113,19 @@ def rates(found: Checkpoint, config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far a checkpoint is: its iteration, and the samples consumed."""
+    """The progress of a checkpoint: its iteration, and the samples consumed."""
 
     iteration: int
     consumed: int
 
     def before(self, was: Config) -> int:
-        """Return the samples that were consumed before the last step."""
+        """Return the samples consumed before the last step."""
         steps = steps_of(schedule(was), self.consumed)
         return self.consumed - (steps[-1][1] if steps else 0)
 
     def last(self, config: Config) -> tuple[int, int]:
-        """Return the last iteration of a run that goes on from here with a config, and the samples
-        consumed before it."""
+        """Return the last iteration of a run that continues from here with a config, and the
+        samples consumed before it."""
         total = total_iterations(config, self.iteration, self.consumed)
         steps = samples_after(config, max(0, total - 1)) - samples_after(config, self.iteration)
         return total, self.consumed + max(0, steps)
@@ -133,7 +133,7 @@ class _Progress:
 
 def before(found: Checkpoint, config: Config) -> Config | None:
     """Return this run's config with the batch and the optimizer of the run that saved a checkpoint,
-    None where it does not record them."""
+    None if it does not record them."""
     saved = found.state.get("config", {})
     if "optimizer.lr" not in saved:
         return None
@@ -146,8 +146,8 @@ def before(found: Checkpoint, config: Config) -> Config | None:
 
 
 def _reported(key: str, config: Config) -> bool:
-    """Return whether a line says that a setting differs."""
-    if key == "batch.micro_batch_size":  # a fact of the layout, where no loss depends on it
+    """Return whether a difference of a setting is reported."""
+    if key == "batch.micro_batch_size":  # part of the layout, unless a loss depends on it
         experts = expert_options(config)
         by_micro_batch = "aux_loss" in dict(experts.balance) or experts.capacity_factor
         return bool(config.moe.experts and by_micro_batch)
@@ -168,8 +168,8 @@ def _default(key: str) -> Any:
 
 
 def _value(key: str, flat: Mapping[str, Any]) -> Any:
-    """Return a setting's value, a missing one as older checkpoints have it, one that follows from
-    another flag as that one has it."""
+    """Return a setting's value: where it is missing in an older checkpoint or not set, its default
+    or the value of the flag that it follows."""
     row, value = SETTINGS.get(key), flat.get(key)
     if row is None:
         return value
@@ -182,7 +182,7 @@ def _value(key: str, flat: Mapping[str, Any]) -> Any:
 
 
 def _acts(key: str, flat: Mapping[str, Any]) -> bool:
-    """Return whether a setting has an effect: a flag that it needs is given, or has the value."""
+    """Return whether a setting has an effect: a flag that it needs is set to a suitable value."""
     row = SETTINGS.get(key)
     needed = [KEYS[flag] for flag in row.needs if flag in KEYS] if row is not None else []
     if row is None or not needed:

@@ -5,12 +5,12 @@
     meet                  all ranks find each other, and have the same settings (same_settings.py)
     new_monitor, connect  the failure channel, the process groups, memory that ranks share
     build                 the model, its buckets, its optimizer (pretrain_llama.py)
-    describe              prints what the flags and the machine make of the run
+    describe              prints a summary of the run
     Saver.begin           takes the lock of --save, loads a checkpoint
-    measure_and_warm_up   overlap methods are chosen; kernels run once before a pipeline's messages
+    measure_and_warm_up   chooses overlap methods; runs kernels once before a pipeline's messages
     log_of                opens the log
 
-What is tried, measured or warmed up builds its layers by the `context_of` of the step itself.
+Trial calls, measurements and the warm-up build their layers by the same `context_of` as the step.
 """
 
 import json
@@ -66,7 +66,7 @@ from training.settings.layer_options import accumulate_dtype
 from training.settings.stages import name_at, tokens_at
 
 ROOT = Path(__file__).resolve().parents[2]
-# errors that a user can do something about: one sentence, no traceback
+# errors that a user can fix: printed as one sentence, without a traceback
 EXPECTED = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
 
 
@@ -77,12 +77,12 @@ def prepare(
     note: Callable[[str], None],
     activity: Activity | None = None,
 ) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
-    """Do all that needs no other rank: choose the device, build the tokenizer and the loaders.
+    """Do everything that needs no other rank: choose the device, build the tokenizer and loaders.
 
-    What is quick to check comes first; reading a whole corpus, if it must be, comes last.
+    Quick checks come first; reading a whole corpus, if necessary, comes last.
 
-    share_cores: on a CPU, take only this rank's share of the node's cores. activity: prints what
-    takes long. Returns the config with its vocabulary, the device, the loaders, and hashes that all
+    share_cores: on a CPU, take only this rank's share of the node's cores. activity: prints slow
+    operations. Returns the config with its vocabulary, the device, the loaders, and hashes that all
     ranks must share.
     """
     if Path(mpu.__path__[0]).resolve().parent != ROOT:
@@ -126,7 +126,7 @@ def prepare(
 
 
 def corpus_digests(data: Dataset) -> dict[str, str]:
-    """Return the hashes of what is trained on that a checkpoint keeps."""
+    """Return the hashes of the training data that a checkpoint stores."""
     digests = {"corpus_digest": data.corpus}
     digests["corpus_sketch"] = data.sketch  # compared with older checkpoints
     if isinstance(data, Staged):
@@ -137,7 +137,7 @@ def corpus_digests(data: Dataset) -> dict[str, str]:
 def begun(config: Config, split: str, train: Dataset) -> bool:
     """Return whether the run resumes one that read the same data in the same order.
 
-    split: "train", or what is evaluated on.
+    split: "train", or the name of held-out data.
     """
     c = config.checkpoint
     found = resumed(c.load, c.branch_from, c.ckpt_step, c.finetune)
@@ -147,7 +147,7 @@ def begun(config: Config, split: str, train: Dataset) -> bool:
 
 
 def check_early(config: Config) -> None:
-    """Raise ValueError for what would otherwise be found after the ranks met and built a model.
+    """Raise ValueError for mistakes that would otherwise appear after the ranks built a model.
 
     It looks at names only: where checkpoints should be, which packages are installed, and whether
     W&B has a login.
@@ -156,7 +156,7 @@ def check_early(config: Config) -> None:
     found: list[str] = []
     for flag, root, step in places(c.load, c.branch_from, c.ckpt_step, c.pretrained_checkpoint):
         found += candidates(root, step, flag)[0]
-    # checkpoints below --load are of a run that its user meant to go on with
+    # if folders below --load hold checkpoints, the user meant to continue one of those runs
     meant = c.load and (config.run.skip_train or (c.load != c.save and below(c.load)))
     needed = {
         "--skip-train --load" if config.run.skip_train else "--load": c.load if meant else None,
@@ -189,8 +189,8 @@ def new_monitor(
 ) -> FailureMonitor:
     """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
 
-    activity: what this rank does, which it tells the others. error_file: where torchrun looks for
-    the cause. Raises RendezvousError where it is not joined.
+    activity: this rank's activity, which it reports to the others. error_file: where torchrun looks
+    for the cause. Raises RendezvousError if this rank cannot join the channel.
     """
     deadline = 60.0 * config.parallel.distributed_timeout_minutes
     watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
@@ -220,8 +220,8 @@ def connect(
 ) -> None:
     """Join the process groups, then set up memory that ranks share. Raises CommunicationError.
 
-    On a CPU it is the host's shared memory; on GPUs it is what the overlap kernels write through,
-    if --tp-comm-overlap asks for them. note: called with a line about each axis.
+    On a CPU this is the host's shared memory; on GPUs it is the memory that the overlap kernels
+    write to, if --tp-comm-overlap asks for them. note: called with a line about each axis.
     """
     try:
         grid.connect(device, store, timeout)
@@ -243,7 +243,7 @@ def connect(
 
 
 def describe(run: Run, provider: ModelProvider, note: Note) -> None:
-    """Print what the flags and the machine make of the run."""
+    """Print a summary of the run: its stages, optimizer, parameters, buckets and kernels."""
     for line in [*run.config.notes, *context_parallel.lines(run.config)]:
         note(line)
     for line in [
@@ -256,7 +256,7 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     of_them = f" ({fixed:,} of them frozen)" if fixed else ""
     note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
     note(memory_report.buckets(run.config, run.sink, run.grid.rank))
-    if run.sink.frozen.names or run.config.optimizer.param_group:  # else all parameters are alike
+    if run.sink.frozen.names or run.config.optimizer.param_group:  # else all are treated alike
         whole = whole_model(run.config, provider)
         for line in param_groups.lines(dict(whole.named_parameters())):
             note(line)
@@ -272,10 +272,10 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
 def measure_and_warm_up(
     run: Run, saver: Saver, provider: ModelProvider, run_schedule: RunSchedule, note: Note
 ) -> Overlap:
-    """Choose each matmul's overlap method, then run what must run before the first message.
+    """Choose each matmul's overlap method, then load kernels before the first message.
 
-    What the checkpoint recorded is taken, else it is measured, and the next checkpoint records it.
-    The gradient check of the first step is armed. All ranks call it.
+    The methods that the checkpoint recorded are used; otherwise they are measured, and the next
+    checkpoint records them. This also arms the gradient check of the first step. All ranks call it.
     """
     config, ctx = run.config, run.model.ctx
     run.sink.check = GradientCheck(run.grid, note)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank holds while it trains."""
+"""The state of one rank while it trains."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +22,7 @@ from training.settings.pipeline_schedule import schedule_of
 
 @dataclass
 class Run:
-    """Everything one rank holds while it trains. build() of pretrain_llama.py makes it."""
+    """The state of one rank while it trains. build() of pretrain_llama.py makes it."""
 
     config: Config
     grid: Grid
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def module(self) -> nn.Module:
-        """Return the model as a module of torch."""
+        """Return the model as a torch module."""
         assert isinstance(self.model, nn.Module)
         return self.model
 

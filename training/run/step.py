@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step, what watches it, and what is decided to follow it.
+"""One training step, its watchers, and the decision on what follows it.
 
 for each watcher: decision = watcher.after_step(step)
 combine(decisions): back > stop > save
@@ -25,19 +25,19 @@ from training.settings.learning_rate import decoupled_learning_rate, learning_ra
 class Decision:
     """What one watcher asks for after a step, or what follows the step; the same on every rank."""
 
-    back: bool = False  # the run is at a checkpoint again: the step does not count any more
+    back: bool = False  # the run has gone back to a checkpoint: the step no longer counts
     stop: bool = False  # this step is the last one
-    signal: bool = False  # and a signal is why
-    skipped: bool = False  # the update was skipped: the weights are those of a step before
+    signal: bool = False  # the reason for the stop is a signal
+    skipped: bool = False  # the update was skipped: the weights are those of an earlier step
     save: bool = False
     evaluate: bool = False
-    evaluate_after_save: bool = False  # of combine() alone: no watcher asks for it
+    evaluate_after_save: bool = False  # set by combine() only: no watcher asks for it
     sample: bool = False
-    done: bool = False  # of one watcher: it has seen what it waited for, and is asked no more
+    done: bool = False  # this watcher has finished, and is not called again
 
     @property
     def hurry(self) -> bool:
-        """Whether a save is to remove no older checkpoint: no time, or the older one is better."""
+        """Whether a save must not prune: there is no time, or an older checkpoint is better."""
         return self.signal or self.skipped
 
 
@@ -45,12 +45,12 @@ CONTINUE, BACK, DONE = Decision(), Decision(back=True), Decision(done=True)
 
 
 def combine(decisions: Iterable[Decision]) -> Decision:
-    """Return what follows a step of which each watcher decided this.
+    """Combine the decisions of all watchers of a step.
 
     back        nothing follows: no evaluation, no sample, no save
-    stop        a save is made even where the update was skipped
-    skipped     no save else: it would push an older checkpoint out
-    signal      evaluate after the save, as a signal's grace may be short
+    stop        a save is made even if the update was skipped
+    skipped     otherwise no save: it would displace an older checkpoint
+    signal      evaluate after the save, as a signal's grace period may be short
     """
     decided = union(decisions)
     if decided.back:
@@ -67,7 +67,7 @@ def combine(decisions: Iterable[Decision]) -> Decision:
 
 
 def union(decisions: Iterable[Decision]) -> Decision:
-    """Return all that any of the decisions asks for."""
+    """Return a decision with every field that any of the decisions sets."""
     found = list(decisions)
     names = [each.name for each in fields(Decision)]
     return Decision(**{name: any(getattr(each, name) for each in found) for name in names})
@@ -86,19 +86,19 @@ class Step:
     lr: float
     decoupled_lr: float | None
     begin: float = field(default_factory=time.perf_counter)
-    waited: float = 0.0  # seconds, for its data
-    micro_batches: list[Batch] = field(default_factory=list)  # of this rank, once they are read
+    waited: float = 0.0  # seconds spent waiting for data
+    micro_batches: list[Batch] = field(default_factory=list)  # this rank's, once they are read
     loss: Tensor = NOT_YET
     norm: Tensor = NOT_YET
     found_inf: Tensor = NOT_YET
-    auxiliary: Tensor | None = None  # the part of the loss that is auxiliary
-    agreed: StepFlags = StepFlags()  # what all ranks reported of the step before
+    auxiliary: Tensor | None = None  # the auxiliary part of the loss
+    agreed: StepFlags = StepFlags()  # what all ranks reported about the step before
     values: dict[str, Any] = field(default_factory=dict)  # for its line of the log, if it has one
-    decisions: list[Decision] = field(default_factory=list)  # of the watchers asked so far
+    decisions: list[Decision] = field(default_factory=list)  # of the watchers called so far
 
     @classmethod
     def next(cls, run: Run) -> "Step":
-        """Return the step that follows: its number, its samples, its learning rates."""
+        """Return the next step of a run: its number, its samples, its learning rates."""
         config, consumed = run.config, run.consumed
         return cls(
             run.iteration + 1,
@@ -115,26 +115,26 @@ class Step:
         return self.micro_batches
 
     def count(self, run: Run) -> None:
-        """Count it as made."""
+        """Advance the run's iteration and samples past this step."""
         run.iteration, run.consumed = self.iteration, self.consumed + self.size
 
     @property
     def decided(self) -> Decision:
-        """Return all that the watchers before asked for."""
+        """Return the union of the decisions of the watchers called so far."""
         return union(self.decisions)
 
 
 class Watcher(Protocol):
-    """Looks at each step once it is made, on every rank."""
+    """Is called after each step, on every rank."""
 
     def after_step(self, step: Step) -> Decision:
-        """Return what is to follow the step. Raises FloatingPointError where the run is to end."""
+        """Return what is to follow the step. Raises FloatingPointError to end the run."""
 
 
 def after_step(step: Step, watchers: list[Watcher]) -> Decision:
-    """Let each watcher look at a step, up to one that goes back; return what follows the step.
+    """Call each watcher, up to one that goes back; return what follows the step.
 
-    A watcher that is done leaves the list.
+    A watcher that is done is removed from the list.
     """
     for watcher in list(watchers):
         decision = watcher.after_step(step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide together when to stop."""
+"""Stop a run on signals and time limits, in agreement with all ranks."""
 
 import math
 import os
@@ -22,29 +22,28 @@ AT_ONCE = "stopped at once"
 
 
 class StopSignal:
-    """Turn SIGTERM, SIGUSR1, Ctrl-C and the terminal's end into an orderly end of the run.
+    """Turn SIGTERM, SIGUSR1, Ctrl-C and a hangup of the terminal into an orderly end of the run.
 
-    It does so while it is open as a context manager. The terminal's end (SIGHUP) counts unless the
-    run was started to outlive it, by nohup.
+    It is active as a context manager. A hangup (SIGHUP) counts unless the run was started by nohup.
 
-    Before begin(), a signal ends the run at once: KeyboardInterrupt in the main thread, which no
-    code takes for a mistake of its own, and where this is left a line, and SystemExit with the
-    shell's exit code for that signal, 128 + its number. Whatever the interrupted code makes of it
-    (it may be a model's file at its imports), that is the exit code, and training does not begin:
-    the guard ends a run that is still there LEAVING seconds later. While training, the first signal
-    sets `received`, and the run saves and ends after the current step. Later signals change
-    nothing: srun, slurmstepd and torchrun each send one, and no save may be cut short. The
-    exception is a Ctrl-C more than ECHO seconds after the first, which ends the run at once.
-    (Within ECHO it is the same key press: the terminal signals every process, and torchrun forwards
-    its own.) Where the main thread is stuck in a wait and cannot raise, a guard ends it after
-    PATIENCE seconds.
-    A first step may last for minutes, for instance on a host that swaps, and has nothing to save
-    before it is done (`stepped`): the guard ends the run FIRST seconds after a signal.
+    Before begin(), a signal ends the run at once. It raises KeyboardInterrupt in the main thread,
+    which no code takes for an error of its own; the end of the context then prints a line and
+    raises SystemExit with the shell's exit code for that signal, 128 + its number. This holds even
+    if the interrupted code catches the exception (it may be the imports of a model's file), and
+    training does not begin: a guard thread ends a process that is still there LEAVING seconds
+    later. While training, the first signal sets `received`, and the run saves and ends after the
+    current step. Later signals have no effect: srun, slurmstepd and torchrun each send one, and
+    none may interrupt a save. The exception is a Ctrl-C more than ECHO seconds after the first,
+    which ends the run at once. (Within ECHO it is the same key press: the terminal signals every
+    process, and torchrun forwards its own.) If the main thread is blocked in a wait and cannot
+    raise, the guard ends the process after PATIENCE seconds.
+    The first step may take minutes, for instance on a host that swaps, and there is nothing to save
+    before it is done (`stepped`): until then, the guard ends the run FIRST seconds after a signal.
 
     launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
     a torchrun or a slurmstepd that was killed. stopped: the exit code of a run that a signal
     stopped early. code: the exit code of this run. verbose: whether this rank prints a line about a
-    signal, which the caller sets where it knows the rank.
+    signal; the caller sets it once it knows the rank.
     """
 
     ECHO, PATIENCE, FIRST, LEAVING = 1.0, 3.0, 10.0, 12.0
@@ -56,8 +55,8 @@ class StopSignal:
         self.code, self._stopped = 0, stopped
         self._name = "a signal to another rank"
         self._launcher = launcher
-        self._first: float | None = None  # time of the first Ctrl-C, or of an end at once
-        self._ending, self._by = threading.Event(), 0  # an end at once, by this signal
+        self._first: float | None = None  # time of the first Ctrl-C, or of the immediate end
+        self._ending, self._by = threading.Event(), 0  # an immediate end, and its signal
 
     def __enter__(self) -> "StopSignal":
         self._sockets = socket.socketpair()
@@ -81,15 +80,15 @@ class StopSignal:
             raise SystemExit(128 + self._by) from None
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt again where a signal ended the run and somebody's `except:` took
-        it: what follows from that is no mistake.
+        """Raise KeyboardInterrupt again if a signal ended the run and an `except:` swallowed it, so
+        that errors which follow from that are not reported as mistakes.
         """
         if self._ending.is_set():
             raise KeyboardInterrupt(128 + self._by)
 
     def begin(self) -> None:
-        """Begin training: signals now wait for the step. The caller sets `stepped` when the first
-        one is done.
+        """Begin training: signals now take effect after the current step. The caller sets `stepped`
+        when the first step is done.
         """
         self.check()
         self.training = True
@@ -97,8 +96,8 @@ class StopSignal:
     def end(self, by_signal: bool, done: str, saved: CheckpointConfig, stage: str = "") -> str:
         """Set the exit code of a run that ends early, and return the line to print about it.
 
-        by_signal: whether a signal ends it. done: how far the run came. stage: the one that comes
-        next, which another process must begin.
+        by_signal: whether a signal ends it. done: the progress of the run, in words. stage: the
+        next stage, which another process must begin.
         """
         if not by_signal and not stage:
             return f"stopped after {done}"
@@ -123,7 +122,7 @@ class StopSignal:
         now, first = time.monotonic(), self._first
         if self._ending.is_set():
             if first is not None and now - first > self.ECHO:
-                self._leave(number)  # asked once more, on the way out
+                self._leave(number)  # a second signal while the process exits
             return
         if self._at_once(number, first):
             self._first, self._by = now, number
@@ -137,7 +136,7 @@ class StopSignal:
             self._say(number, f"stopping after this step{more}")
 
     def _say(self, number: int, text: str) -> None:
-        """Print a line where this rank speaks; not by print(): a signal may come within one."""
+        """Print a line if `verbose`, without print(), which the signal may have interrupted."""
         if self.verbose:
             with suppress(OSError):  # a full disk, or a terminal that is gone
                 os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
@@ -177,7 +176,7 @@ class StopSignal:
 
 
 class StepFlags(NamedTuple):
-    """What at least one rank reported of a step; the same on every rank."""
+    """The flags that at least one rank reported for a step; the same on every rank."""
 
     signal: bool = False  # a signal asks to stop
     over: bool = False  # time is up, or a save failed and --on-save-failure is stop
@@ -185,12 +184,12 @@ class StepFlags(NamedTuple):
     spiked: bool = False  # loss or gradient norm is far above those before (--on-spike)
 
     def __or__(self, other: tuple[bool, ...]) -> "StepFlags":
-        """Return what either of the two reports."""
+        """Return the flags that are set in either of the two."""
         return StepFlags(*(a or b for a, b in zip(self, other, strict=True)))
 
 
 class Agreement:
-    """Agree over all ranks on stopping, one step late, so that no step waits for the answer."""
+    """Combine the flags of all ranks, one step late, so that no step waits for the result."""
 
     def __init__(self, world: Axis) -> None:
         self.world = world
@@ -198,10 +197,9 @@ class Agreement:
         self._stream: torch.cuda.Stream | None = None
 
     def ask(self, signal: bool, over: bool, found_inf: Tensor, *more: Tensor) -> StepFlags:
-        """Send this rank's flags of this step; return what all reported of the step before.
+        """Send this rank's flags of this step; return the flags of all ranks for the step before.
 
-        found_inf: 1 where the update was skipped. more: the fields of StepFlags that follow, if
-        any.
+        found_inf: 1 if the update was skipped. more: the further fields of StepFlags, if any.
         """
         device = found_inf.device
         if self._stream is None and device.type == "cuda" and not self.world.staged:
@@ -213,24 +211,25 @@ class Agreement:
         return last.read() if last else StepFlags()
 
     def wait(self) -> None:
-        """Wait for what all ranks reported of the last step; `ask` or `close` returns it."""
+        """Wait for the flags of all ranks for the last step; `ask` or `close` returns them."""
         if self._pending:
             self._pending.wait()
 
     def close(self) -> StepFlags:
-        """Wait for what all ranks reported of the last step and return it, once.
+        """Wait for the flags of all ranks for the last step, and return them once.
 
-        Call it before a save, which must not contain a skipped step, and before the groups end.
+        Call it before a save, which must not contain a skipped step, and before the process groups
+        are destroyed.
         """
         last, self._pending = self._pending, None
         return last.read() if last else StepFlags()
 
 
 class _Flags:
-    """One step's flags, summed over all ranks, on their way to the host.
+    """One step's flags, summed over all ranks and copied to the host asynchronously.
 
-    On CUDA they travel on a stream of their own: neither the device nor the host waits for them
-    before read(), which waits only for work that was queued before ask().
+    On CUDA the copy has a stream of its own: neither the device nor the host waits for it before
+    read(), which waits only for work that was queued before ask().
     """
 
     def __init__(self, flags: Tensor, world: Axis, stream: torch.cuda.Stream | None) -> None:

@@ -18,7 +18,7 @@ def in_units(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Return rows of a table with aligned columns: to the right, those in `left` to the left."""
+    """Return the lines of a table with right-aligned columns; those in `left` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = ["<" if i in left else ">" for i in range(len(widths))]
     line = "  ".join(f"{{:{sign}{width}}}" for sign, width in zip(signs, widths, strict=True))
@@ -28,9 +28,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[st
 def step_line(record: dict[str, Any], total: int, left: float) -> str:
     """Return the line of one log step: mean loss of its steps, lr, norm, speed, time left.
 
-    record: as `Log.step` makes it. left: seconds to the end. A run of five
-    digits of iterations leaves the first word out. Where numbers are so long that the line would
-    not fit all the same, the word goes, then the bars, then MFU.
+    record: as `Log.step` makes it. left: seconds to the end. A run of five digits of iterations
+    omits the word "iteration". A line that does not fit omits that word, then the bars, then MFU.
     """
     norm = f"norm {short(record['grad_norm'])}"
     if "params_norm" in record:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate how long a run still takes: its steps, and the evaluations, samples and saves between.
+"""Estimate the remaining time of a run: its steps, and the evaluations, samples and saves between.
 
 Each kind is estimated by its own last durations. A kind that has not been measured yet counts as
-nothing, so the first estimates of a run are of its steps alone.
+zero, so the first estimates of a run cover its steps only.
 """
 
 import time
@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 STEPS, OTHERS = 10, 3  # how many of the last durations count
-LIKE = {"test": "validation"}  # a kind that has no duration of its own takes as long as this one
+LIKE = {"test": "validation"}  # {a kind not measured yet: the kind whose durations are used}
 
 
 class TimeLeft:
-    """What the parts of a run took. clock: returns seconds."""
+    """The durations of the parts of a run. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,18 +23,18 @@ class TimeLeft:
         self._others: dict[str, deque[float]] = {}
 
     def step(self, seconds: float) -> None:
-        """Take the seconds of a step, or the mean of several."""
+        """Record the seconds of a step, or the mean of several."""
         self._steps.append(seconds)
 
     @contextmanager
     def measuring(self, kind: str) -> Iterator[None]:
-        """Do in the block what is done between two steps: an evaluation, a sample, a save."""
+        """Measure the block, which does work between two steps: an evaluation, a sample, a save."""
         began = self._clock()
         yield
         self._others.setdefault(kind, deque(maxlen=OTHERS)).append(self._clock() - began)
 
     def seconds(self, steps: float, due: Mapping[str, int]) -> float:
-        """Return the seconds that so many steps and so many of each kind will take."""
+        """Return the estimated seconds of `steps` steps and `due[kind]` times each other kind."""
         left = steps * _mean(self._steps)
         for kind, times in due.items():
             took = self._others.get(kind) or self._others.get(LIKE.get(kind, kind))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call, at a run's start, one of each kind of kernel that the run will use, and say what fails.
+"""Call, at a run's start, one of each kind of kernel that the run will use, and report failures.
 
-Libraries look at a GPU, at their own versions and at a compiler when they are first called: in the
+Libraries check the GPU, their versions and the compiler at their first call, and would fail in the
 middle of the first step, on every rank, with a traceback. So each rank makes small calls before it
 meets the others, with the run's dtypes, head size, vocabulary and recipe on a few tokens, through
-the layers' own code. A failure is one sentence: torch's or Triton's own, and what avoids it.
+the layers' own code. A failure is one sentence: torch's or Triton's message, and how to avoid it.
 
 It takes about a second, and tens of MB. It does not cover: collectives (each group makes its
-first one when ranks connect), kernels that are chosen by a large shape, a fork's own operations,
-the overlap kernels, host memory that is page-locked.
+first one when ranks connect), kernels that are chosen only for large shapes, a fork's own
+operations, the overlap kernels, page-locked host memory.
 """
 
 import time
@@ -55,12 +55,12 @@ WITHOUT = "without Triton, torch's slower operations are used: pip uninstall tri
 
 
 def agreed(device: torch.device) -> dict[str, str]:
-    """Return what must be the same on all ranks, by its name in messages: whether Triton runs."""
+    """Return {name in messages: value} that all ranks must share: why Triton cannot run, if so."""
     return {"what keeps Triton from running": available.why_not()} if device.type == "cuda" else {}
 
 
 class Trial(NamedTuple):
-    """A call. what: its kind. avoid: what to do where it fails."""
+    """A trial call. what: its kind. avoid: what to do if it fails."""
 
     what: str
     avoid: str
@@ -77,7 +77,7 @@ def try_calls(config: Config, device: torch.device, note: Callable[[str], None])
         try:
             trial.call()
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # an error comes with the wait
+                torch.cuda.synchronize(device)  # raises errors of kernels
         except Exception as error:  # libraries raise anything
             why = available.message_of(error)
             raise UsageError(f"{trial.what} fails on {device}: {why}; {trial.avoid}") from error
@@ -186,7 +186,7 @@ def _matmuls(what: str, recipe: Recipe, ctx: LayerContext, sums: torch.dtype) ->
 
 
 def _between(ctx: LayerContext, recipe: Recipe) -> None:
-    """SwiGLU makes the operands of a layer behind it, and in backward of one before it."""
+    """SwiGLU that produces the operands of the next layer, and in backward of the previous one."""
     gate_up = ColumnParallelLinear(TOKENS, (TOKENS, TOKENS), ctx=ctx, recipe=recipe)
     down = RowParallelLinear(TOKENS, TOKENS, ctx=ctx, recipe=recipe)
     for layer in (gate_up, down):
@@ -195,8 +195,8 @@ def _between(ctx: LayerContext, recipe: Recipe) -> None:
 
 
 def _attention(config: Config, ctx: LayerContext, work: Work) -> None:
-    """RoPE and attention, forward and backward, of this rank's heads; with blocks a rank's own
-    keys, as at cp 2: a triangle and a whole block, merged.
+    """RoPE and attention, forward and backward, of this rank's heads; where cp exchanges blocks,
+    attention to a rank's own keys as at cp 2: a triangle and a whole block, merged.
     """
     m, t = config.model, config.parallel.tensor_model_parallel_size
     heads, groups, d = m.num_attention_heads // t, max(1, m.num_query_groups // t), m.kv_channels
@@ -242,8 +242,8 @@ def _maxima(config: Config, ctx: LayerContext) -> None:
 
 
 def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
-    """Yield what a mixture of experts adds, of hidden sizes that are small and divide by the same
-    powers of two as the run's.
+    """Yield the calls of a mixture of experts, with small hidden sizes that are divisible by the
+    same powers of two as the run's.
     """
     m, p, options = config.moe, config.parallel, ctx.experts
     e, k = m.experts, m.moe_router_topk
@@ -263,7 +263,7 @@ def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
         scores.gather(1, choice).sum().backward()
 
     def dispatch() -> None:
-        """The last expert gets no row, where a token need not choose it."""
+        """The last expert gets no rows, unless each token must choose it."""
         first = torch.arange(TOKENS, device=ctx.device)[:, None]
         choice = (first + torch.arange(k, device=ctx.device)) % max(k, e - 1)
         load, capacity = count_of(choice, e), None
@@ -277,7 +277,7 @@ def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
         y.backward(torch.ones_like(y))
 
     def multiply() -> None:
-        """Twice, as the second gradient is added to the first; one of the experts has no row."""
+        """Run twice, as the second gradient is added to the first; one expert has no rows."""
         rows = (5, 0, TOKENS, 3)[: e // p.expert_model_parallel_size]
         counts = Counts.of(rows, torch.tensor(rows, device=ctx.device))
         experts = Experts(len(rows), h, f, ctx=ctx)
@@ -303,7 +303,7 @@ def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
 
 
 def _small(size: int) -> int:
-    """Return a size below 512 of the same remainder by 256."""
+    """Return a size below 512 with the same remainder modulo 256."""
     return size if size < 512 else 256 + size % 256
 
 
@@ -334,7 +334,7 @@ def _loss(config: Config, ctx: LayerContext) -> None:
 
 
 def _update(config: Config, ctx: LayerContext) -> None:
-    """One update of a small segment by the rule of matrices, or AdamW for one of whole matrices."""
+    """One update of a small segment by the matrices' rule, or by AdamW if that needs whole ones."""
     groups = optimizer_groups(config)
     rule = groups["matrix"].rule
     rule = groups["vector"].rule if rule.needs_full_matrices else rule

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what a tool does, how far it is and how long that may take, where it says nothing for more
-than some seconds.
+"""Show the progress of a tool that prints nothing for more than some seconds, and the time left.
 
-The standard library alone, as tools/setup_env.py runs before anything is installed.
+It uses the standard library only, as tools/setup_env.py runs before anything is installed.
 """
 
 import shutil
@@ -14,24 +13,24 @@ from contextlib import contextmanager
 
 from training.run.text import in_units
 
-AFTER, MOST = 5.0, 300.0  # seconds to the first line, and at most between lines that a file keeps
+AFTER, MOST = 5.0, 300.0  # seconds to the first line, and at most between lines in a file
 LIVE = 1.0  # seconds between two changes of a terminal's line
 
 
 class Progress:
-    """How far something is, in words. One that belongs to no `waiting` is shown nowhere."""
+    """The progress of a task, in words. Only `waiting` displays it."""
 
     def __init__(self) -> None:
         self._part, self._total, self._unit, self._done = "", 0, "", 0
         self._began = time.monotonic()
 
     def begin(self, part: str, total: int = 0, unit: str = "") -> None:
-        """Begin a part of the work. total: its length in units (B: bytes), 0 where unknown."""
+        """Begin a part of the work. total: its length in units (B: bytes), 0 if unknown."""
         self._part, self._total, self._unit, self._done = part, total, unit, 0
         self._began = time.monotonic()
 
     def add(self, done: int = 1) -> None:
-        """Count so much more of the part as done."""
+        """Count `done` more units of the part as done."""
         self._done += done
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ class Progress:
 
 
 def time_left(passed: float, done: float, total: float) -> str:
-    """Return how long the rest takes, ", about 20 s left", where so much took `passed` seconds."""
+    """Return the time left, ", about 20 s left", if `done` of `total` took `passed` seconds."""
     if not 0 < done < total:
         return ""
     return f", about {duration(passed * (total - done) / done)} left"
@@ -67,12 +66,12 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waiting(what: str, state: Callable[[], str] | None = None) -> Iterator[Progress]:
-    """Print to stderr what the block does, for how long, and how far it is.
+    """Print to stderr what the block does, for how long, and its progress.
 
     On a terminal it is one line that changes each second, from AFTER seconds on, and is cleared at
     the end; elsewhere a line after AFTER seconds and whenever the time has doubled since the last
-    one. The block itself should print nothing. It yields what it may count with; state: returns the
-    words instead.
+    one. The block itself should print nothing. Yields a Progress that the block may update; state:
+    a function that returns the words instead.
     """
     over, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty()
     progress, shown = Progress(), threading.Event()

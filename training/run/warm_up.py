@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every chunk once before a pipeline's first message, on GPUs.
 
-What a kernel needs of the device at its first launch (its code, a cuBLAS workspace, memory of the
-allocator) may wait for kernels that run, and a posted receive is a kernel that runs until its
-message comes. If that message waits for the very kernel, the first step hangs. So each rank first
-runs a forward and a backward of its chunks, on a model of the same shapes that shares nothing with
-the run's: no weight, no gradient, no bucket, no random number. It sends no message between stages.
-Its tensor-parallel collectives are those of a step, which all ranks of tp make together.
+The first launch of a kernel loads its code or allocates memory, such as a cuBLAS workspace, and
+this may wait for running kernels. A posted receive is a kernel that runs until its message arrives.
+If that message depends on the kernel that is being loaded, the first step deadlocks. So each rank
+first runs a forward and a backward of its chunks, on a model of the same shapes that shares nothing
+with the run's: no weight, no gradient, no bucket, no random number. It sends no message between
+stages. Its tensor-parallel collectives are those of a step, which all ranks of tp make together.
 
-Some of that is kept for each thread, as cuDNN keeps its plans of attention. So forward and backward
-run in the threads of the run, also where one overlaps the other (mpu/interleave.py).
+Some of these resources belong to a thread, such as cuDNN's plans of attention. So forward and
+backward run in the threads of the run, also where one overlaps the other (mpu/interleave.py).
 """
 
 import time
@@ -41,8 +41,8 @@ MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 
 
 class Scratch(GradientSink):
-    """All weights lie in one piece of zeros, all gradients in another: they are as large as the
-    largest weight. Nothing is summed over ranks.
+    """A sink that stores all weights of a dtype in one buffer of zeros, and all gradients in
+    another, each as large as the largest weight. Nothing is summed over ranks.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -50,11 +50,11 @@ class Scratch(GradientSink):
         self._pieces: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros for a new weight; others lie in the same memory."""
+        """Return zeros for a new weight; all weights share this memory."""
         return self._piece("weights", shape, dtype, device)
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
-        """Return room for a gradient; others are written to the same memory."""
+        """Return a buffer for a gradient; all gradients share this memory."""
         return self._piece("gradients", tuple(param.shape), self.dtype, param.device)
 
     def _piece(
@@ -70,7 +70,7 @@ class LocalEngine(Engine):
     """An engine that runs each chunk's forward and backward on inputs of zeros, and sends nothing.
 
     engine: of the run. stages: of this rank. overlaps: whether a forward overlaps the backward
-    before it, as in the run (Schedule.pairs), in the very threads of the run.
+    before it, as in the run (Schedule.pairs), in the same threads as in the run.
     """
 
     def __init__(self, engine: Engine, stages: Sequence[Stage], overlaps: bool) -> None:
@@ -83,8 +83,8 @@ class LocalEngine(Engine):
     def run(
         self, schedule: Schedule, forward: Forward, shape: tuple[int, ...], during: str = ""
     ) -> None:
-        """Do, for each micro-batch and chunk, F, B and W; `schedule` has no say."""
-        behind: Callable[[], None] | None = None  # a backward that waits for the next forward
+        """Run F, B and W of each micro-batch and chunk; `schedule` is ignored."""
+        behind: Callable[[], None] | None = None  # a backward to overlap with the next forward
         for i in range(MICRO_BATCHES):
             for chunk, stage in enumerate(self.stages):
                 hidden = None
@@ -95,7 +95,7 @@ class LocalEngine(Engine):
                 out = ahead() if behind is None else self.interleaver.run(ahead, behind)[0]
                 behind = None
                 if not out.requires_grad:
-                    continue  # nothing trains up to here
+                    continue  # no parameter up to here is trained
                 dy = None if stage.loss else torch.zeros_like(out)
                 backward = partial(torch.autograd.backward, out, dy)
                 if self.overlaps:
@@ -113,7 +113,7 @@ def warm_up(
     overlap: OverlapMap,
     note: Callable[[str], None],
 ) -> None:
-    """Run each chunk of this rank, where the run is a pipeline on GPUs, and say so.
+    """Run each chunk of this rank, if the run is a pipeline on GPUs, and note the time it took.
 
     run_schedule: the program's function. overlap: the methods of its linear layers.
     All ranks call it.
@@ -130,7 +130,7 @@ def run_chunks(
     run: Run, provider: ModelProvider, run_schedule: RunSchedule, overlap: OverlapMap
 ) -> None:
     """Run a forward and a backward of each chunk of this rank, on a model of the run's shapes,
-    flags and collectives. Weights are zeros; all experts score alike: tokens are spread over them.
+    flags and collectives. Weights are zeros, and tokens are spread evenly over the experts.
     """
     config = run.config
     ctx = context_of(
@@ -147,7 +147,7 @@ def run_chunks(
     nothing = Schedule("warm-up", (), MICRO_BATCHES)
     run_schedule(replace(run, model=model, engine=engine), nothing, batches, 1, "")
     if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
+        torch.cuda.synchronize(run.device)  # copies must end before their host memory is freed
 
 
 def batches_of_zeros(config: Config, grid: Grid, device: torch.device) -> list[Batch]:

@@ -2,10 +2,10 @@
 """Measure which overlap method each matmul of a run should take: --tp-comm-overlap auto.
 
     measure    seconds of a layer's forward and backward by each method, on this rank
-    tune       the same for all layers; the slowest rank's seconds count, on every rank
+    tune       the same for all layers; every rank gets the slowest rank's seconds
     choose     the fastest method of each, "none" unless another is faster by more than noise
 
-What is timed are linear layers of the run's shapes on random numbers, with the weight gradient
+The timed layers are linear layers of the run's shapes on random numbers, with the weight gradient
 under the scatter, all casts and all waits.
 """
 
@@ -23,7 +23,7 @@ from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import OverlapMap, key
 
-MARGIN = 0.01  # share of the plain method's time: a smaller gain is noise
+MARGIN = 0.01  # fraction of the plain method's time: a smaller gain is noise
 BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow
 LEAST, MOST = 3, 20  # repetitions
 Times = dict[str, dict[str, float]]  # {matmul: {method: seconds}}
@@ -53,7 +53,7 @@ class Projection:
 
     @property
     def backward(self) -> str:
-        """Return the key of the dgrad matmul; its method is taken for all of backward."""
+        """Return the key of the dgrad matmul; its method is used for all of backward."""
         return self._key("scatter" if self.column else "gather", self.width, self.k)
 
     def _key(self, op: str, k: int, width: int) -> str:
@@ -66,9 +66,9 @@ def measure(
 ) -> Spent:
     """Return the least seconds of forward and of backward by each method, on this rank.
 
-    The methods take turns, so that whatever else the machine does falls on all of them, and every
-    other time in the opposite order, since what ran before has left its data in the caches. All
-    ranks begin a run together and make equally many. The global random state is left alone.
+    The methods alternate, so that other load on the machine affects all of them, and every second
+    turn has the opposite order, since the previous run leaves its data in the caches. All ranks
+    start each run together and make the same number of runs. The global random state is unchanged.
     """
     p, size, axis, device = projection, ctx.tp.size, ctx.tp, ctx.device
     parts = size if ctx.sp else 1
@@ -129,7 +129,7 @@ def tune(
     ctx: LayerContext,
     measure: Measure = measure,
 ) -> Times:
-    """Measure this rank's layers; return the times of all ranks' matmuls, the slowest rank's each.
+    """Measure this rank's layers; return each matmul's times, those of its slowest rank.
 
     Equal layers are measured once. Every rank of the world calls this and gets the same result.
     projections: the same over ctx.tp; stages of a pipeline have their own.

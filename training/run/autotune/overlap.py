@@ -44,7 +44,7 @@ def _chunked(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
 
 class Overlap:
     """The overlap methods of a run. chosen: the map that all ranks resolved at the start. auto: the
-    method of all layers where it is that.
+    layers' Auto method, None with other methods.
     """
 
     def __init__(self, chosen: OverlapMap, model: nn.Module) -> None:
@@ -54,13 +54,13 @@ class Overlap:
 
 
 class OverlapNotes:
-    """Notes, once each, the matmuls that ran with a shape that was not measured."""
+    """Logs, once each, the matmuls that ran with a shape that was not measured."""
 
     def __init__(self, auto: Auto, log: Log) -> None:
         self.auto, self.log, self._noted = auto, log, 0
 
     def after_step(self, step: Step) -> Decision:
-        """Note those of this step."""
+        """Log those of this step."""
         new = list(self.auto.unmeasured)[self._noted :]
         self._noted += len(new)
         for matmul in new:
@@ -126,7 +126,7 @@ def starred(name: str) -> str:
 
 
 def _why_not(ctx: LayerContext, config: Config) -> str:
-    """Return why the ranks of tp share no memory, or "" where they do."""
+    """Return why the ranks of tp share no memory, or "" if they do."""
     if ctx.tp.symmetric:
         return ""
     if config.parallel.no_shared_memory:
@@ -135,7 +135,7 @@ def _why_not(ctx: LayerContext, config: Config) -> str:
 
 
 def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:
-    """Return why these choices do not fit this run, or "" where they do."""
+    """Return why these choices do not fit this run, or "" if they do."""
     for key in sorted(needed):
         if key not in choices:
             return f"it has none for {key}"
@@ -152,7 +152,7 @@ def _auto(
     note: Note,
     recorded: Mapping[str, str],
 ) -> OverlapMap:
-    """Take the checkpoint's choices, or measure; print which."""
+    """Return the checkpoint's choices if they fit, or measure; print which."""
     if recorded:
         why = _fits(recorded, needed, methods)
         if not why:
@@ -179,7 +179,7 @@ def _lines(
 
 
 def _reason(method: str, seconds: Mapping[str, float]) -> str:
-    """Return what was measured of a matmul, and what is expected of its method."""
+    """Return a matmul's method with its measured times and the expected gain."""
     if not seconds:
         return f"{method}, as recorded"
     measured = ", ".join(f"{m} {s * 1e3:.3g} ms" for m, s in seconds.items())

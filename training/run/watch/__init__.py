@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watches a training step, and decides what follows it.
+"""Watchers of a training step, which decide what follows it.
 
-intervals.py        what the flags ask for: --save-interval, --eval-interval, --train-iters, ...
-guard.py            a norm that is not finite, a spike; first_nonfinite.py names the first bad value
+intervals.py        flags with intervals: --save-interval, --eval-interval, --train-iters, ...
+guard.py            non-finite norms and spikes; first_nonfinite.py finds the first bad value
 replicas.py         replicas of a weight that differ
-rewind.py           go back to a checkpoint, pass over iterations
-slow_ranks.py       the rank or the link that slows all others down
-digests.py          --log-digests: a line of digests, to compare runs by
+rewind.py           goes back to a checkpoint, skips iterations
+slow_ranks.py       finds the rank or the link that slows all others down
+digests.py          --log-digests: a line of digests, to compare runs
 profile.py          --profile, --record-memory-history
-stepped.py          that torchrun's attempt made a step
+stepped.py          records that torchrun's attempt made a step
 
-training/run/step.py says what a watcher is, and how their decisions are combined. The log, the
-memory report and the notes on overlap are watchers, too. train() of pretrain_llama.py
-lists all of them, in order.
+training/run/step.py defines watchers and how their decisions are combined. The log, the memory
+report and the notes on overlap are watchers, too. train() of pretrain_llama.py lists all of them,
+in order.
 """
 
 from training.run.watch.digests import Digests

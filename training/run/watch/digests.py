@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a line of digests every --log-digests steps: what tools/bisect_runs.py compares runs by.
+"""Write a line of digests every --log-digests steps, by which tools/bisect_runs.py compares runs.
 
 The file is digests.jsonl in --save, else next to --log-json, else here (docs/bisect.md has its
-format). A start of the run writes a line about itself, then each step one: samples, loss, norm,
-learning rate, and for each tensor of the model its gradient and weight, exactly and as a sketch
-(mpu/zero/digest.py).
+format). Each start of the run writes a line about itself, then one for each digested step: samples,
+loss, norm, learning rate, and for each tensor of the model digests of its gradient and weight,
+exact ones and sketches (mpu/zero/digest.py).
 """
 
 import json
@@ -35,7 +35,7 @@ MASK = (1 << 64) - 1
 
 
 def file_of(config: Config) -> Path:
-    """Return where a run's digests go."""
+    """Return the path of a run's digests."""
     folder = config.checkpoint.save or Path(config.log.log_json or "").parent
     return Path(folder) / FILE
 
@@ -44,7 +44,7 @@ class Digests:
     """Digests a run's steps.
 
     names: the model's table of canonical names. about: hashes of its data and its tokenizer.
-    Raises ValueError where the file cannot be written.
+    Raises ValueError if the file cannot be written.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Digests:
 def batch_digest(run: Run, batches: Sequence[Batch]) -> Tensor:
     """Return the sum of token x sample key x position key over this rank's part of the batch.
 
-    Over all ranks they add up to the batch's, modulo 2^64. Of ranks with the same tokens the first
-    counts.
+    The sum over all ranks is the batch's digest, modulo 2^64. It is 0 on all but the first of the
+    ranks with the same tokens.
     """
     grid, device = run.grid, run.device
     total = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the first tensor that is not finite in a step, by running its micro-batches once more.
+"""Find the first non-finite tensor of a step by rerunning its micro-batches.
 
-    weights, moments           each rank looks at those that it owns
-    forward                    what enters and what leaves each module, and collectives inside
-    backward                   the gradients of that, and each parameter's main gradient once it is
+    weights, moments           each rank checks those that it owns
+    forward                    inputs and outputs of each module, and of the collectives inside
+    backward                   the gradients of these, and each parameter's main gradient once it is
                                ready
-    after the gradients' sums  each rank looks at the sums that it owns
+    after the gradients' sums  each rank checks the sums that it owns
 
-Nothing is updated, so only time is lost. The rerun is made when all ranks know of the step, one
-step later: with the weights of then, which are one update further where that step was sound.
+Nothing is updated, so the rerun only costs time. It is made once all ranks know of the step, one
+step later, with the current weights, which are one update further if that later step was sound.
 """
 
 import json
@@ -27,16 +27,16 @@ from training.data.dataset import Dataset
 from training.run.state import Run, RunSchedule
 from training.run.watch.recorder import Recorder, in_words
 
-WEIGHT, FORWARD, BACKWARD, SUM = range(4)  # in the order in which a step comes to them
-AFTER = {"own gradient": BACKWARD, "gradient": SUM}  # of kinds of a parameter
+WEIGHT, FORWARD, BACKWARD, SUM = range(4)  # in the order of a step
+AFTER = {"own gradient": BACKWARD, "gradient": SUM}  # by the kind of a parameter's tensor
 
 
 def find_first(
     run: Run, dataset: Dataset, batches: list[Batch], rerun: RunSchedule, during: str
 ) -> list[str]:
-    """Run a step's micro-batches again, on every rank; return sentences on what was found.
+    """Rerun a step's micro-batches on every rank; return sentences on the findings.
 
-    rerun: run_schedule of pretrain_llama.py. The same sentences on every rank.
+    rerun: run_schedule of pretrain_llama.py. All ranks return the same sentences.
     """
     try:
         running_node()
@@ -44,7 +44,7 @@ def find_first(
         return [f"which module it is in is not known: {error}"]
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size
     watch = _Watch(run, batches, dataset)
-    with watch:  # the sums are made before it ends
+    with watch:  # the gradients are summed in it
         run.sink.begin_step(len(batches))
         rerun(run, run.schedule(len(batches)), batches, tokens, during)
         run.sink.finish_grad_sync()
@@ -61,7 +61,10 @@ def find_first(
 
 
 class _Watch(Recorder):
-    """What one rank finds: the first of each kind, as ([kind, micro-batch, stage, place], text)."""
+    """Finds one rank's first non-finite tensor of each kind.
+
+    found: ([kind, micro-batch, stage, place in the order of the rank's tensors], text) of each.
+    """
 
     def __init__(self, run: Run, batches: list[Batch], dataset: Dataset) -> None:
         super().__init__(run, batches)
@@ -71,7 +74,7 @@ class _Watch(Recorder):
 
     @torch.no_grad()
     def keep(self, x: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        """Note a tensor that is not finite, if it is this rank's first of its kind."""
+        """Record a non-finite tensor, if it is this rank's first of its kind."""
         self._looks += 1
         kind = AFTER.get(entry.get("kind", ""), WEIGHT)
         if "phase" in entry:
@@ -91,7 +94,7 @@ class _Watch(Recorder):
         self.keep(event.tensors[0], {**entry, **self._where()})
 
     def _samples(self, number: int, value: Tensor) -> str:
-        """Name the first sample of a micro-batch whose values are not finite, or all of them."""
+        """Return the first sample of a micro-batch with non-finite values, or all its samples."""
         batch = self.batches[min(number, len(self.batches) - 1)]
         rows = len(batch.tokens)
         dim = {3: 1, 2: 0}.get(value.dim(), -1)  # hidden states [s, b, h], losses [b, s]

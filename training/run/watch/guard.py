@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide what follows a step whose numbers are wrong, the same on every rank.
+"""Decide what follows a step with a non-finite norm or a spike, the same on every rank.
 
     a norm that is not finite    the update was skipped on every rank; --on-nan: stop, skip, rewind
     a spike                      --on-spike: report, stop, rewind
@@ -8,10 +8,11 @@ A spike is a step whose loss or gradient norm is far above those of the recent s
 
     z = (x - median) / max(1.4826 x median of |x - median|, floor)
 
-over the last WINDOW finite steps; x is the loss and the logarithm of the gradient norm. Median and
-median deviation are not moved by a few outliers, as mean and standard deviation are. All of it
-stays on the device. No step waits for the answer: it travels with the ranks' other flags, and is
-decided one step later, unless a save follows.
+over the last WINDOW finite steps; x is the loss and the logarithm of the gradient norm. A few
+outliers do not affect median and median deviation, unlike mean and standard deviation. The
+computation stays on the device. No step waits for the result: it is reduced together with the
+ranks' other flags, and takes effect one step later, or at once if a save, an evaluation or the end
+of the run follows.
 """
 
 from collections import deque
@@ -29,15 +30,15 @@ from training.run.watch.first_nonfinite import find_first
 from training.run.watch.rewind import Rewind
 
 SKIPS = 10  # skipped updates in a row that end a run
-WINDOW, LEAST = 128, 32  # steps that are compared with; so many are needed
-FLOOR = (0.01, 0.05)  # of the deviation: of the loss, a share of its median; of log(norm)
+WINDOW, LEAST = 128, 32  # steps to compare with, at most and at least
+FLOOR = (0.01, 0.05)  # least deviation: of the loss, relative to its median; of log(norm)
 NAMES = ("loss", "gradient norm")
 
 
 class Guard:
-    """Judges the numbers of one run's steps, and hears what ranks reported of signals and time.
+    """Judges the steps of one run, and acts on the ranks' flags about signals and time.
 
-    data: what is trained on. rerun: forward and backward of micro-batches without an update
+    data: the training data. rerun: forward and backward of micro-batches without an update
     (first_nonfinite.py). Every rank makes the same calls.
     """
 
@@ -55,21 +56,21 @@ class Guard:
         fault = run.config.fault
         self.on_nan, self.on_spike = run.config.run.on_nan, fault.on_spike
         self._spikes = Spikes(fault.spike_z_score, run.device) if self.on_spike else None
-        self._before: Step | None = None  # a step that is not judged yet
-        self._skipped = 0  # updates in a row, up to the step judged last
+        self._before: Step | None = None  # the last step, if it is not judged yet
+        self._skipped = 0  # skipped updates in a row, up to the step judged last
 
     def spiked(self, step: Step) -> tuple[Tensor, ...]:
-        """Return the flag of a step that was just made, for the ranks to agree on."""
+        """Return the spike flag of the step just made, for the ranks to agree on."""
         if self._spikes is None:
             return ()
         return (self._spikes.flag(step.iteration, step.loss, step.norm),)
 
     def after_step(self, step: Step) -> Decision:
-        """Judge the step before; judge this one too where it is the last, or a save or evaluation
+        """Judge the previous step; judge this one too if it is the last, or a save or evaluation
         follows.
 
-        So no step is saved that the ranks have not agreed on, and a signal does not wait for an
-        evaluation that has not begun. A step is judged once.
+        So every saved step has been agreed on by all ranks, and a signal does not wait for an
+        evaluation that has not begun. Each step is judged once.
         """
         agreed, decided = step.agreed, step.decided
         if self._before is not None and self._rolls_back(self._before, agreed):
@@ -87,9 +88,9 @@ class Guard:
         return Decision(stop=stop, signal=agreed.signal, save=save, skipped=self._skipped > 0)
 
     def _rolls_back(self, step: Step, agreed: StepFlags) -> bool:
-        """Judge a step by what all ranks said of it; return whether the run went back.
+        """Judge a step by the flags of all ranks; return whether the run went back.
 
-        Raises FloatingPointError where it is to end.
+        Raises FloatingPointError if the run is to end.
         """
         i = step.iteration
         self._skipped = self._skipped + 1 if agreed.skipped else 0
@@ -121,7 +122,7 @@ class Guard:
         return True
 
     def _first_nonfinite(self, step: Step) -> list[str]:
-        """Run the step's micro-batches again and return sentences on what was found."""
+        """Rerun the step's micro-batches and return sentences on the findings."""
         run = self.run
         if run.config.fault.rerun_mode == "disabled":
             return []
@@ -132,10 +133,11 @@ class Guard:
 
 
 def nanmedian(x: Tensor) -> Tensor:
-    """Return the lower median of each row's numbers that are not NaN: x [n, k] -> [n, 1].
+    """Return the lower median of each row without its NaNs: x [n, k] -> [n, 1].
 
-    Bits of torch.nanmedian, which on CUDA raises under --deterministic-mode: its kernel also
-    returns a place, which is not the same in each run (aten/src/ATen/native/cuda/Sorting.cpp).
+    The result has the bits of torch.nanmedian, which on CUDA raises under --deterministic-mode: its
+    kernel also returns an index, which varies from run to run
+    (aten/src/ATen/native/cuda/Sorting.cpp).
     """
     count = (~x.isnan()).sum(dim=1, keepdim=True)  # a sort puts NaN last
     return x.sort(dim=1).values.gather(1, ((count - 1) // 2).clamp(min=0))
@@ -150,7 +152,7 @@ class Seen(NamedTuple):
 
 
 class Spikes:
-    """Judge each step by the steps before it. threshold: the z-score from which it is a spike."""
+    """Compare each step with those before it. threshold: the z-score above which it is a spike."""
 
     def __init__(self, threshold: float, device: torch.device | str) -> None:
         self.threshold = threshold
@@ -159,7 +161,7 @@ class Spikes:
 
     @torch.no_grad()
     def flag(self, iteration: int, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return 1 where the step is a spike, else 0: a scalar on the device. NaN is none."""
+        """Return 1 if the step is a spike, else 0: a scalar on the device. A NaN is no spike."""
         values = torch.stack([loss.double(), norm.double()])
         x = torch.stack([values[0], values[1].log()])
         middle = nanmedian(self._window)
@@ -175,7 +177,7 @@ class Spikes:
         return spike.double()
 
     def describe(self, iteration: int) -> str:
-        """Return what was seen at one of the last two steps, as text. Waits for the device."""
+        """Return the values of one of the last two steps, as text. Waits for the device."""
         found = next((seen for seen in self._seen if seen.iteration == iteration), None)
         if found is None:
             return ""

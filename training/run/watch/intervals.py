@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flags ask for after a step: to evaluate, sample, save or stop every so many steps."""
+"""Actions after a step that flags ask for at intervals: evaluate, sample, save or stop."""
 
 import gc
 
@@ -9,15 +9,15 @@ from training.settings.stages import waits_for
 
 
 def due(interval: int | None, iteration: int) -> bool:
-    """Return whether what is done every `interval` steps (None: never) is due after this one."""
+    """Return whether an action of every `interval` steps (None: never) is due after this step."""
     return bool(interval) and _times(interval, iteration - 1, iteration) > 0
 
 
 def evaluations_due(config: Config, after: int, until: int, total: int) -> int:
-    """Return how often held-out data are evaluated after the steps from after + 1 to `until`.
+    """Return the number of evaluations that follow the steps from after + 1 to `until`.
 
-    One follows the run's last step, `total`, too. That of --eval-at-start comes before a step and
-    is not among them. With --eval-iters 0 an evaluation that is due takes no data.
+    The run's last step, `total`, is followed by one, too. The one of --eval-at-start comes before a
+    step and does not count. With --eval-iters 0 an evaluation that is due reads no data.
     """
     run = config.run
     every, start = run.eval_interval, run.start_eval_at_iter or 0
@@ -28,8 +28,8 @@ def evaluations_due(config: Config, after: int, until: int, total: int) -> int:
 
 
 def still_due(config: Config, iteration: int, total: int) -> dict[str, int]:
-    """Return how often each kind of work between steps is due from this iteration's end on."""
-    after = iteration - 1  # what follows this very step is not done yet
+    """Return how many times each kind of work is still due from this iteration's end on."""
+    after = iteration - 1  # the work after this step is not done yet
     every = config.checkpoint.save_interval or total
     saves = _times(every, after, total) + _ends_between(every, after, total, total)
     return {
@@ -45,18 +45,18 @@ def _times(interval: int | None, after: int, until: int) -> int:
 
 
 def _ends_between(interval: int | None, after: int, until: int, total: int) -> int:
-    """Return 1 where the last step is among these, and is no multiple of the interval."""
+    """Return 1 if the last step is in after + 1 ... until and is no multiple of the interval."""
     return int(after < total <= until and total % interval != 0) if interval else 0
 
 
 class Intervals:
-    """Asks for what is due by the flags. total: the run's last iteration."""
+    """Asks for the actions that are due. total: the run's last iteration."""
 
     def __init__(self, config: Config, total: int) -> None:
         self.config, self.total = config, total
 
     def after_step(self, step: Step) -> Decision:
-        """Ask for it. A step that stops is always saved where there is a --save."""
+        """Return the actions due after a step. The last step is always saved if --save is given."""
         config, i = self.config, step.iteration
         last = i == self.total
         stop = last or due(config.run.exit_interval, i)
@@ -72,7 +72,7 @@ class Intervals:
 
 
 class GarbageCollection:
-    """Collects Python's garbage at the same steps on all ranks: --manual-gc."""
+    """Runs Python's garbage collector at the same steps on all ranks: --manual-gc."""
 
     def __init__(self, config: Config) -> None:
         self.every = config.run.manual_gc_interval
@@ -80,7 +80,7 @@ class GarbageCollection:
         gc.collect()
 
     def after_step(self, step: Step) -> Decision:
-        """Collect where it is due."""
+        """Collect garbage if it is due."""
         if due(self.every, step.iteration):
             gc.collect()
         return CONTINUE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what --profile asks for: torch's trace, and a timeline of each pipeline rank's actions.
+"""Write the output of --profile: torch's trace, and a timeline of each pipeline rank's actions.
 
---record-memory-history writes what CUDA's allocator did, for torch's viewer,
+--record-memory-history writes the history of CUDA's allocator, for torch's viewer,
 https://pytorch.org/memory_viz.
 """
 
@@ -27,14 +27,14 @@ from training.run.step import CONTINUE, Decision, Step
 from training.run.stop import Agreement
 from training.settings.config import Config
 
-EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
+EVENTS = 100_000  # newest events of the allocator that are kept, as in Megatron
 VIEWER = "https://pytorch.org/memory_viz"
 
 
 def folder_of(config: Config) -> Path:
-    """Return where a run's profile goes: --tensorboard-dir, or a folder of the run's own files.
+    """Return the folder of a run's profile: --tensorboard-dir, or one with the run's own files.
 
-    That is `profile` in --save, else next to --log-json, else here.
+    The latter is `profile` in --save, else next to --log-json, else here.
     """
     if config.log.tensorboard_dir:
         return Path(config.log.tensorboard_dir)
@@ -44,7 +44,7 @@ def folder_of(config: Config) -> Path:
 
 
 def _is_snapshot(path: Path) -> bool:
-    """Return whether torch wrote a file of the memory's history: a pickle that begins with it."""
+    """Return whether a file is empty or a memory snapshot of torch, a pickle of known keys."""
     with suppress(OSError), open_plain(path) as file:
         head = file.read(256)
         return not head or b"segments" in head or b"device_traces" in head
@@ -52,7 +52,7 @@ def _is_snapshot(path: Path) -> bool:
 
 
 def snapshot_of(config: Config, rank: int) -> Path | None:
-    """Return where a rank's --record-memory-history goes, None where it writes none."""
+    """Return the path of a rank's --record-memory-history, None if it writes none."""
     if not config.log.record_memory_history or rank not in config.log.profile_ranks:
         return None
     path = Path(config.log.memory_snapshot_path or folder_of(config) / "memory.pickle")
@@ -64,13 +64,13 @@ class Profile:
 
     The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
     pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to
-    `folder_of` the run. note: called with a line that says where, on rank 0. A context manager;
-    without its flags it does nothing.
+    `folder_of` the run. note: called on rank 0 with a line that names the folder. A context
+    manager; without its flags it does nothing.
 
-    torch's profiler frees its events when it stops. A collective of gloo that ends later writes
-    into its event all the same: into memory that is in use again. So what is in flight between two
-    steps (the weights of `sink`, the flags of `agreement`) is waited for before the trace stops,
-    and after an error, when nobody can wait, the trace is not stopped, nor written.
+    torch's profiler frees its events when it stops. A gloo collective that ends later would still
+    write into its event, in memory that may be reused by then. So the collectives in flight between
+    two steps (the weights of `sink`, the flags of `agreement`) are waited for before the trace
+    stops. After an error, when waiting may hang, the trace is neither stopped nor written.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Profile:
     ) -> None:
         log = config.log
         self._folder, self._steps, self._note_line = folder_of(config), 0, note
-        self._reported = not log.profile or grid.rank != 0  # it speaks for all
+        self._reported = not log.profile or grid.rank != 0  # rank 0 prints for all
         self._ranks = ", ".join(map(str, log.profile_ranks))
         self._snapshot = snapshot_of(config, grid.rank)
         self._first, self._end = log.profile_step_start, log.profile_step_end
@@ -123,7 +123,7 @@ class Profile:
             self._write()
         if error[0] is None and self._steps > self._first:
             self._report()
-        if self._snapshot is not None:  # also after an error, such as no memory left
+        if self._snapshot is not None:  # also after an error, such as out of memory
             self._snapshot.parent.mkdir(parents=True, exist_ok=True)
             check(self._snapshot, _is_snapshot)
             record, write = memory_history()
@@ -132,7 +132,7 @@ class Profile:
             say(f"memory history: {self._snapshot}; open it at {VIEWER}")
 
     def after_step(self, step: Step) -> Decision:
-        """Do what step() does."""
+        """Count the step."""
         self.step()
         return CONTINUE
 
@@ -140,7 +140,7 @@ class Profile:
         """Count one training step."""
         if self._trace is not None:
             if self._trace.current_action is torch.profiler.ProfilerAction.RECORD_AND_SAVE:
-                self._drain()  # it stops now
+                self._drain()  # the trace stops now
             self._trace.step()
         self._steps += 1
         if self._engine is not None and self._engine.spans is not None:
@@ -151,7 +151,7 @@ class Profile:
             self._report()
 
     def _report(self) -> None:
-        """Say once where the profile is."""
+        """Print once where the profile is."""
         if not self._reported:
             self._reported, last = True, min(self._steps, self._end) - 1
             self._note_line(

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow one training step of a rank: every tensor by which two runs are compared.
+"""Record one training step of a rank: every tensor that is compared between two runs.
 
     batch        tokens, labels, masks of each micro-batch
     weight       masters or weights, and the optimizer's state, before the step and after it
-    activation   what each module takes and gives, and the gradients of both
-    collective   what a collective inside the model takes and returns
+    activation   inputs and outputs of each module, and their gradients
+    collective   inputs and outputs of each collective inside the model
     gradient     of each parameter: this rank's own sum over micro-batches, then the sum over ranks
     number       loss, gradient norm, learning rates
 
-A Recorder hands them over as they come. FileRecorder writes them for tools/compare, which puts the
-ranks' parts together; first_nonfinite.py looks for values that are not finite. Nothing of the step
-changes: readers copy, and nothing is drawn or sent.
+A Recorder passes each tensor to `keep` when it occurs. FileRecorder writes them for tools/compare,
+which assembles the ranks' parts; first_nonfinite.py looks for non-finite values. The step does not
+change: tensors are only read, no random number is drawn, and nothing is sent.
 """
 
 import json
@@ -47,7 +47,7 @@ INPUT_GRAD = "input gradient"
 WHERE = re.compile(r"chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred W of (micro-batch) (\d+) in stage (\d+)")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # of a stack that torch keeps
-NEAR = 16  # tensors that are remembered: an input that is one of them is not written again
+NEAR = 16  # most recent activations to remember: an input that is one of them is not written again
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 INSIDE = ("tp", "tp_kv", "cp", "ep")  # axes whose collectives are in the model
 Names = dict[str, tuple[str, ...]]
@@ -67,7 +67,7 @@ PARAMETERS = {
 
 
 def in_words(entry: Mapping[str, Any]) -> str:
-    """Return what a tensor of a record is."""
+    """Return the description of a record's tensor."""
     name, kind = entry.get("name") or "the model", entry.get("kind", "")
     if entry["group"] == "activation":
         return PLACES[kind].format(f"{name} ({entry['of']})")
@@ -78,7 +78,7 @@ def in_words(entry: Mapping[str, Any]) -> str:
 
 
 class _Known(NamedTuple):
-    """A tensor that was handed over, its version then, and what `keep` said of it."""
+    """A recorded tensor, its version at that time, and the fields that `keep` returned."""
 
     tensor: Tensor
     version: int
@@ -86,7 +86,7 @@ class _Known(NamedTuple):
 
 
 class _Of(NamedTuple):
-    """Which tensor of a module."""
+    """Identifies a tensor of a module."""
 
     kind: str
     name: str
@@ -95,11 +95,11 @@ class _Of(NamedTuple):
 
 
 class Recorder:
-    """Hands over one rank's tensors of a step, by `keep`. A context manager around the step.
+    """Passes one rank's tensors of a step to `keep`. A context manager around the step.
 
-    names: the model's table of canonical names (hf_names); without it parameters have their own.
-    fork: the model's file, if it is not Weft's own: lines in it are named, too. inside: also what
-    happens inside the model, besides parameters and their gradients.
+    names: the model's table of canonical names (hf_names); None: the parameters' own names. fork:
+    the model's file, if it is not Weft's own: its lines are recorded, too. inside: record also
+    activations and collectives inside the model, besides parameters and their gradients.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Recorder:
         }
 
     def keep(self, x: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        """Look at a tensor; return what is to be known of it besides its entry."""
+        """Process a tensor; return fields to add to its entry."""
         raise NotImplementedError
 
     def __enter__(self) -> "Recorder":
-        # of a fork autograd keeps the stack of each operation: which of its lines made a tensor
+        # for a fork, autograd keeps the stack of each operation: its line that made a tensor
         on = bool(self.fork) and self.inside or torch.is_anomaly_enabled()
-        self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)  # from here on
+        self._stacks = torch.autograd.set_detect_anomaly(on, check_nan=False)  # takes effect now
         self._batch()
         self.state("before")
         run = self.run
@@ -156,10 +156,10 @@ class Recorder:
         if error[0] is None:
             self.state("after")
 
-    # what is handed over
+    # recording tensors
 
     def write(self, group: str, name: str, tensor: Tensor, **more: Any) -> None:
-        """Hand over a tensor; one that came before, and is as it was, is only named again."""
+        """Record a tensor; one that was recorded before, and is unchanged, only gets an entry."""
         entry = {"group": group, "name": name, **more}
         known = next((w for w in self._near if w.tensor is tensor), None)
         if known is not None and known.version == version_of(tensor):
@@ -193,8 +193,8 @@ class Recorder:
 
     @torch.no_grad()
     def state(self, when: str) -> None:
-        """Hand over what this rank owns of weights and masters, in the model's order, and of the
-        optimizer's state.
+        """Record the weights and masters that this rank owns, in the model's order, and its
+        optimizer state.
         """
         run = self.run
         run.sink.wait_for_weights()
@@ -219,7 +219,7 @@ class Recorder:
     def _part(
         self, of: tuple[str, str], bucket: Any, name: str, first: int, part: Tensor
     ) -> None:
-        """Hand over elements [first, ...) of a flattened local parameter, or of what is its own.
+        """Record elements [first, ...) of a flattened local parameter, its gradient or its state.
 
         of: the kind, and whether before or after the step.
         """
@@ -234,10 +234,10 @@ class Recorder:
                     for p in self._pieces[name]],
         )  # fmt: skip
 
-    # what happens in the step
+    # hooks in the step
 
     def _where(self) -> dict[str, int]:
-        # of an F and the B that it overlaps, the one that runs
+        # where an F overlaps a B, the one that is running
         forward, _, backward = self.run.monitor.action.partition(" overlapping ")
         inside = self.tracker is not None and self.tracker.in_backward
         action = backward if backward and inside else forward
@@ -272,7 +272,7 @@ class Recorder:
         for i, x in enumerate(event.tensors):
             if not x.is_floating_point():
                 continue
-            given = any(w.tensor is x for w in self._near)  # by a module, whose gradient is read
+            given = any(w.tensor is x for w in self._near)  # an output: its gradient is read
             of, line = _Of(INPUT, event.name, event.of, i), self._made(x) or line
             self._activation(of, x, call, line, event.phase)
             if x.requires_grad and not given and not isinstance(x, nn.Parameter):
@@ -288,7 +288,7 @@ class Recorder:
     def _output_grad(self, event: Event) -> None:
         # hooks of one call's outputs fire in the order of the outputs: `call` tells them apart
         call = self._count(OUTPUT_GRAD, event.name, BACKWARD)
-        for x in event.tensors:  # none where autograd has no gradient of it
+        for x in event.tensors:  # empty where autograd has no gradient
             self._activation(_Of(OUTPUT_GRAD, event.name, event.of, 0), x, call)
 
     def _main_grad(self, event: Event) -> None:
@@ -301,7 +301,7 @@ class Recorder:
         return found.use or found.call
 
     def _made(self, x: Tensor) -> str:
-        """Return the fork's line that made a tensor, or "" where another file did."""
+        """Return the fork's line that made a tensor, or "" if another file made it."""
         kept: dict[str, list[str]] = {} if x.grad_fn is None else cast(Any, x.grad_fn.metadata)
         lines = FRAME.findall("".join(kept.get("traceback_", ())))
         innermost = next((at for at in lines[::-1] if path_of(at[0], self.fork)), ("", ""))
@@ -353,7 +353,7 @@ class Recorder:
                 self._instead(transport, verb, call)
 
     def _instead(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Let an object have another method, until the step is over."""
+        """Replace an object's method until the step is over."""
         self._replaced.append((owner, name))
         setattr(owner, name, call)
 
@@ -398,7 +398,7 @@ PHASES = {"forward", "backward", "wgrad"}
 
 class FileRecorder(Recorder):
     """Writes one rank's record to a folder: tensors one after another to rank-N.bin, so that a rank
-    keeps one copy at a time, and what they are to rank-N.json.
+    holds one copy at a time, and their entries to rank-N.json.
     """
 
     def __init__(self, run: Run, batches: list[Batch], names: Names, folder: Path, **more: Any):
@@ -408,7 +408,7 @@ class FileRecorder(Recorder):
         self.file = open(folder / f"rank-{self.rank}.bin", "wb")
 
     def keep(self, x: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        """Write a tensor; return where."""
+        """Write a tensor; return its shape, dtype and place in the file."""
         flat = x.to("cpu", copy=False).contiguous().view(-1).view(torch.uint8)
         at = self.file.tell()
         flat.numpy().tofile(self.file)

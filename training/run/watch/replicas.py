@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows where replicas differ (mpu/zero/replica_check.py): name, replay, stop or go back.
+"""Handle replicas that differ (mpu/zero/replica_check.py): report, replay, stop or go back.
 
-Where a run repeats itself bit for bit (on a CPU, or with --deterministic-mode) the steps since the
-newest sound checkpoint are made again, and the replicas compared again at the same step:
+If a run is bitwise reproducible (on a CPU, or with --deterministic-mode), the steps since the
+newest sound checkpoint are replayed, and the replicas compared again at the same step:
 
     the replicas agree, on the majority's bits or on one side's    a transient fault; the other side
-                                                                   was wrong, also of a pair
+                                                                   was wrong, even in a pair
     they differ again                                              a persistent fault
 """
 
@@ -30,7 +30,7 @@ TrainStep = Callable[[Run, list[Batch], float, float | None], tuple[Tensor, Tens
 class Replicas:
     """Compares the replicas of a run every --check-replicas steps, and before each save.
 
-    data: what is trained on. train_step: of pretrain_llama.py.
+    data: the training data. train_step: of pretrain_llama.py.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Replicas:
         self._check = ReplicaCheck(run.grid, run.optimizer, self.exact)
 
     def after_step(self, step: Step) -> Decision:
-        """Compare if it is due or a save follows. Raises FloatingPointError as the flags say."""
+        """Compare if it is due or a save follows. Raises FloatingPointError to end the run."""
         if not (step.decided.save or due(self.every, step.iteration)):
             return CONTINUE
         run = self.run
@@ -74,7 +74,11 @@ class Replicas:
         return BACK
 
     def _replay(self, what: str, found: list[Difference]) -> tuple[list[Difference], str]:
-        """Make the steps since the checkpoint again; compare again, and with what was found."""
+        """Replay the steps since the checkpoint and compare the replicas again.
+
+        Returns the differences after the replay and, where there are none, words on the ranks that
+        were wrong before it.
+        """
         run, end, first = self.run, self.run.iteration, found[0]
         self.rewind.go_back(f"{what}; replaying the steps")
         self.rewind.pass_over(end)
@@ -99,7 +103,7 @@ class Replicas:
 
 
 def described(found: list[Difference]) -> str:
-    """Return the surest differences as a sentence."""
+    """Return the first difference, and the number of the others, as text."""
     sure = [d for d in found if len(d.suspects) == len(found[0].suspects)]
     more = len(found) - 1
     text = str(sure[0])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Go back to the newest sound checkpoint of --save, and pass over iterations.
+"""Go back to the newest sound checkpoint of --save, and skip iterations.
 
-An iteration that is passed over counts, and so do its samples, but nothing is trained on them.
-Every later checkpoint lists what was skipped, so that a resume passes over the same.
+A skipped iteration and its samples count, but are not trained on. Every later checkpoint lists the
+skipped iterations, so that a resume skips the same ones.
 """
 
 from collections import Counter
@@ -14,11 +14,11 @@ from training.run.state import Run
 from training.run.step import Step
 from training.run.stop import Agreement
 
-REWINDS = 3  # to one checkpoint; then the fault is not in the samples
+REWINDS = 3  # at most, to one checkpoint; after that the samples are not the cause
 
 
 class Rewind:
-    """The way back of one run. Every rank makes the same calls."""
+    """Rewinds one run. Every rank makes the same calls."""
 
     def __init__(self, run: Run, saver: Saver, log: Log, agreement: Agreement) -> None:
         self.run, self.saver, self.log, self.agreement = run, saver, log, agreement
@@ -27,16 +27,16 @@ class Rewind:
         self.passed_over.update(run.config.fault.iterations_to_skip)
 
     def begin(self) -> None:
-        """Save the run's start, where an answer to bad numbers may be to go back to it."""
+        """Save the run's start if a flag may ask to go back to it."""
         run, fault = self.run, self.run.config.fault
         answers = run.config.run.on_nan, fault.on_spike, fault.on_replica_mismatch
         if "rewind" in answers and not run.iteration:
             self.saver.save(0, 0, must=True)
 
     def unfinished(self, total: int) -> bool:
-        """Return whether a step of the run's `total` follows, after those that are passed over.
+        """Skip iterations where due; return whether a step of the run's `total` follows.
 
-        Where the run's last steps are passed over, it saves.
+        If the run's last steps are skipped, it saves.
         """
         run = self.run
         passed = self.pass_over(total)
@@ -45,7 +45,7 @@ class Rewind:
         return run.iteration < total
 
     def pass_over(self, total: int) -> bool:
-        """Count the iterations that follow and are to be passed over; return whether there are."""
+        """Skip the next iterations as long as they are listed; return whether there were any."""
         run, passed = self.run, False
         while run.iteration < total and run.iteration + 1 in self.passed_over:
             step, passed = Step.next(run), True
@@ -55,14 +55,14 @@ class Rewind:
         return passed
 
     def go_back(self, why: str, over: Iterable[int] = ()) -> None:
-        """Load the newest sound checkpoint of --save; every rank is at its iteration then.
+        """Load the newest sound checkpoint of --save; the run continues from its iteration.
 
-        over: iterations to pass over from now on. Raises FloatingPointError where that was done
-        REWINDS times already, and where there is no such checkpoint.
+        over: iterations to skip from now on. Raises FloatingPointError after REWINDS rewinds to the
+        same checkpoint, and where there is no such checkpoint.
         """
         run = self.run
         self.passed_over.update(i for i in over if i > 0)
-        self.agreement.close()  # what it says of the steps that are taken back
+        self.agreement.close()  # discards the flags of the steps that are undone
         run.monitor.enter("load", f"going back from iteration {run.iteration}")
         before, found = run.iteration, self.saver.rewind()
         if found is None:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the rank or the link that slows all others down, from the times that each rank waits.
+"""Find the rank or the link that slows all others down, from the times that each rank waits.
 
-Every step takes all ranks the same time, so the time says nothing. What differs is how long each
-one waited for the others (mpu/comm/waits.py): the slow rank is the one that did not.
+Every step takes the same time on all ranks, so the step time does not show which rank is slow. The
+times that ranks wait for others differ (mpu/comm/waits.py): the slow rank is the one that does not
+wait.
 
     own(r)    = step - data(r) - waits(r)          a rank's own work
-    link(g)   = least wait over an axis among its group g: the last to come waits for bytes alone
+    link(g)   = least wait over an axis in its group g: the last rank to arrive waits only for the
+                transfer
 
 A rank's own work is compared with that of the ranks of its pipeline stage, its waits for data with
-all ranks'. A stage of one rank, and the link of the only group of an axis, have no peers: they are
-compared with their own first steps. On NCCL a host does not wait for its peers, so there only data
-and the clocks of the GPUs are compared.
+those of all ranks. A stage of one rank, and the link of the only group of an axis, have no peers:
+they are compared with their own first steps. On NCCL a host does not wait for its peers, so there
+only data and the clocks of the GPUs are compared.
 """
 
 import math
@@ -30,11 +32,11 @@ from training.run.gpu_health import Health, read_health
 from training.run.log import Log
 from training.run.step import CONTINUE, Decision, Step
 
-SHARE = 0.10  # of a step: less is no slow rank
-FLOOR = 0.005  # seconds a step: less is no slow rank either
-NOISE = 4.0  # times the middle deviation of a rank's steps: less is chance
-CLOCK = 0.9  # of the others' clock: a GPU below it is slow
-WINDOW = 20  # steps, at least, of which the middle one counts
+SHARE = 0.10  # of a step: a smaller delay is not reported
+FLOOR = 0.005  # seconds a step: nor is a delay below this
+NOISE = 4.0  # times the median deviation of a rank's steps: a smaller delay is noise
+CLOCK = 0.9  # of the median clock: a GPU below it is slow
+WINDOW = 20  # steps, at least, in a window, of which the median is taken
 WARM = 3  # steps that are left out at the start
 LINKS = {
     "tp": ("tp", "tp_kv"),
@@ -47,7 +49,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's middle step of a window, in seconds. noise: how far its steps lie from it.
+    """One rank's median step of a window, in seconds. noise: the median deviation of its own work.
 
     links: {axis: waits for its peers there}. health: of its GPU.
     """
@@ -62,14 +64,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who is like whom. stages: ranks of each pipeline stage. groups: {axis: its groups}."""
+    """Which ranks are peers. stages: ranks of each pipeline stage. groups: {axis: its groups}."""
 
     stages: tuple[tuple[int, ...], ...]
     groups: dict[str, tuple[tuple[int, ...], ...]]
 
     @classmethod
     def of(cls, grid: Grid) -> "Layout":
-        """Return a grid's."""
+        """Return the layout of a grid."""
         several = [name for name in LINKS if getattr(grid, name).size > 1]
         found = {name: grid.groups(name).tolist() for name in ("stage", *several)}
         groups = {name: tuple(map(tuple, each)) for name, each in found.items()}
@@ -78,7 +80,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Slow:
-    """What slows a step down, and by how much. ranks: one, or a link's."""
+    """What slows a step down, and by how much. ranks: one, or those of a link."""
 
     ranks: tuple[int, ...]
     what: str
@@ -88,7 +90,7 @@ class Slow:
 
     @property
     def counts(self) -> bool:
-        """Whether it is worth a line."""
+        """Whether the delay is large enough to be reported."""
         return self.seconds > max(FLOOR, SHARE * self.step)
 
     def __str__(self) -> str:
@@ -102,10 +104,10 @@ class Slow:
 
 
 def diagnose(rows: Sequence[Row], layout: Layout, young: Sequence[Row] | None) -> Slow | None:
-    """Return what costs the most time beyond its like, None where nothing is above the noise.
+    """Return the largest delay relative to peers, None if all are within the noise.
 
-    young: the rows of an early window, None where this is the first. The result may be too little
-    to count.
+    young: the rows of an early window, None if this is the first. The result may be too small to be
+    reported (`counts`).
     """
     step, noise = median(row.step for row in rows), median(row.noise for row in rows)
     before, found = young or rows, list[Slow]()
@@ -135,7 +137,7 @@ def diagnose(rows: Sequence[Row], layout: Layout, young: Sequence[Row] | None) -
 
 
 def _beyond(values: Sequence[float]) -> list[float]:
-    """Return how far each value is beyond the others': the middle one, or of two the other."""
+    """Return each value minus the median; of two values, each minus the other."""
     if len(values) == 2:
         return [values[0] - values[1], values[1] - values[0]]
     usual = median(values)
@@ -143,7 +145,7 @@ def _beyond(values: Sequence[float]) -> list[float]:
 
 
 def _clocks(rows: Sequence[Row], step: float) -> list[Slow]:
-    """Return the GPUs whose clock is below the others', with what that may cost."""
+    """Return the GPUs whose clock is below the others', with the time that may cost."""
     clocks = [row.health.clock for row in rows]
     if any(math.isnan(clock) for clock in clocks):
         return []
@@ -156,9 +158,10 @@ def _clocks(rows: Sequence[Row], step: float) -> list[Slow]:
 
 
 class SlowRanks:
-    """Watches this rank's times; where a log line is due, compares all ranks', one line late.
+    """Records this rank's times; where a log line is due, compares all ranks', one line late.
 
-    A finding is a line of the log when it comes, or comes back; its numbers go to the log's files.
+    A finding is printed when it appears twice in a row, and again if it comes back; its values go
+    to the log's files.
     """
 
     def __init__(self, grid: Grid, device: torch.device, log: Log) -> None:
@@ -168,17 +171,17 @@ class SlowRanks:
         self._left, self._waited = WARM, dict(grid.waits.seconds)
         self._gathered: tuple[Tensor, Handle] | None = None
         self._young: list[Row] | None = None
-        self._last: tuple[tuple[int, ...], str] | None = None  # what the window before found
+        self._last: tuple[tuple[int, ...], str] | None = None  # the finding of the window before
         self._reported: tuple[tuple[int, ...], str] | None = None
 
     def after_step(self, step: Step) -> Decision:
-        """Count a step that ends now; where a line of the log is due, add numbers to it."""
+        """Count a step that ends now; where a line of the log is due, add values to it."""
         at_interval = self.log.at_interval(step.iteration)
         step.values |= self._count(step.begin, step.waited, at_interval)
         return CONTINUE
 
     def wait(self) -> None:
-        """Wait for the times that are on their way."""
+        """Wait for the gather of times in flight."""
         if self._gathered is not None:
             self._gathered[1].wait()
 
@@ -203,13 +206,13 @@ class SlowRanks:
         return {"slow_rank": float(slow.ranks[0]), "slow_rank_seconds": slow.seconds}
 
     def _middle(self) -> list[float]:
-        """Return this rank's middle step, as `_row` reads it."""
+        """Return this rank's median step, as `_row` reads it."""
         middle = [median(column) for column in zip(*self._steps, strict=True)]
         noise = median(abs(step[2] - middle[2]) for step in self._steps)
         return [*middle, noise, *read_health(self.device)]
 
     def _read(self) -> Slow | None:
-        """Return what the last gathered window shows, and print it if it is new."""
+        """Return the finding of the last gathered window, and print it if it is new."""
         assert self._gathered is not None
         every, handle = self._gathered
         handle.wait()
@@ -221,7 +224,7 @@ class SlowRanks:
             self._young = rows
         name = (slow.ranks, slow.what) if slow is not None and slow.counts else None
         if name is not None and name == self._last and name != self._reported:
-            self.log.note(str(slow))  # seen twice: no chance
+            self.log.note(str(slow))  # seen twice: not noise
             self._reported = name
         if name is None:
             self._reported = None
