@@ -71,7 +71,7 @@ class Offload(StateHome):
                 event.synchronize()
             for updater in here:
                 updater.step(self._scalars[0], self._scalars[1].float())
-            with torch.cuda.stream(up):  # gradient i arrived after every use of the old weights
+            with torch.cuda.stream(up):  # gradient i came after every use of the old weights
                 self._send(i)
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)

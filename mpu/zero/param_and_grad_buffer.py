@@ -190,7 +190,7 @@ class ParamAndGradBuffer(GradientSink):
         """
         self.weight_rows.clear()
         forward = sorted(reversed(self.buckets), key=lambda bucket: bucket.layout.late)
-        for bucket in forward:  # approximately the order of the next forward
+        for bucket in forward:  # about the order of the next forward
             if bucket.shard is not None and not bucket.sharded:
                 own, into, label = bucket.param_shard, bucket.weights, Label(bucket, "update")
                 _, bucket.gathering = all_gather(own, bucket.shard, True, into=into, label=label)
