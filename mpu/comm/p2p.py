@@ -31,7 +31,7 @@ def receive(
     source: int,
     label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
-    """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
+    """Post a receive from the axis' rank `source`; the data is valid after the handle's wait."""
     out = torch.empty(shape, dtype=dtype, device=device)
     return out, axis.required_transport.receive(out, axis, source, label)
 

@@ -239,7 +239,7 @@ class Axis:
     rank: int = 0  # this rank's place in the axis
     size: int = 1
     ranks: tuple[int, ...] = (0,)  # global ranks, in the order of the axis
-    transport: Transport | None = None  # None at size 1, and where nothing is sent (a dry run)
+    transport: Transport | None = None  # None at size 1, and before Grid.connect
     trace: Trace | None = None  # receives every start, unless None
     waits: Waits | None = None  # the timed waits of this rank, over all its axes
 

@@ -32,7 +32,7 @@ MORE = 2  # values besides the counts: the dropped pairs and the sum of the rout
 
 
 class ExpertLoad(nn.Module):
-    """The counts of one router, and its bias where there is one.
+    """The counts of one router, and its bias, if it has one.
 
     before: tokens of each expert in the last step, over the global batch, as that loss counts them:
     [E], integers in fp64; 0 before the first step. noted: the values of this rank in this step so

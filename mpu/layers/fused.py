@@ -133,7 +133,7 @@ class ResidualRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, stream: Tensor, branch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return norm(stream + branch) and stream + branch; without a branch, of stream alone."""
+        """Return norm(stream + branch) and stream + branch. A missing branch counts as zero."""
         return _RMSNorm.apply(stream, branch, self.weight, self)
 
 

@@ -176,7 +176,7 @@ class _ParallelLinear(nn.Module):
         return self.recipe.operand(x, role, self.cuts[role])
 
     def operand_of_weight(self, role: str) -> Tensor:
-        """Return the operand of the whole local weight: "w" [o, i], "wt" [i, o]. Then `end_use` it.
+        """Return the operand of the local weight: "w" [o, i], "wt" [i, o]; then call `end_use`.
 
         With Recipe.keeps it is made once for all micro-batches of a step, unless the weight is
         sharded (ZeRO stage 3).

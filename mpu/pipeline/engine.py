@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execute a pipeline schedule on one rank: any schedule, forward and backward or forward alone.
 
-    for each action of this rank (mpu/pipeline/steps.py says what to receive and send):
+    for each action of this rank (mpu/pipeline/steps.py lists its receives and sends):
         post the next receives      asynchronous, mostly one action ahead of their use
         F  wait for the activation from the previous stage, forward, send the output, keep its graph
         B  wait for the gradient from the next stage, backward, send the gradient of the input;

@@ -164,7 +164,7 @@ class StateDigest:
                 row += 1
                 continue
             rows = 1
-            if low == begin and high - low == cut.width:  # as many whole rows as there are
+            if low == begin and high - low == cut.width:  # all whole rows at once
                 rows = min(cut.rows - row, 1 + (end - high) // cut.stride)
             size = (rows, high - low)
             x = values.as_strided(size, (cut.stride, 1), values.storage_offset() + low - first)

@@ -3,7 +3,7 @@
 
 Several ranks hold a replicated weight: those of tp, of ep or, if it is tied, those of embd.
 
-    its Placement says      the ranks' gradients    then
+    Placement               the ranks' gradients    result
     whole on each rank      agree                   correct
     whole on each rank      differ                  PlacementError: a sum is missing
     partial over the axis   differ                  correct

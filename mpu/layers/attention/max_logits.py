@@ -49,7 +49,7 @@ class Noted(NamedTuple):
 
 
 class HeadMaxima:
-    """The maxima of one layer's heads in this step: [heads of this rank]; None: none recorded."""
+    """The maxima of one layer's heads in this step: [heads of this rank]; None before the first."""
 
     def __init__(self, ctx: LayerContext) -> None:
         self.ctx = ctx

@@ -201,7 +201,7 @@ def ring_blocks(
     """Return the blocks of a rank's queries, separately for each rank that holds the keys.
 
     ranges: the positions of each rank, in the order of its memory. The blocks' ranges are indices
-    into that memory. In the own blocks every "tril" comes first, so own keys must be first.
+    into that memory. A rank's own blocks begin with every "tril", so process its own keys first.
     """
     found = sorted(_blocks(ranges[rank], documents, window), key=lambda block: block.part != "tril")
     return tuple(local_blocks(found, ranges[rank], keys) for keys in ranges)

@@ -216,7 +216,7 @@ class Float8(Recipe):
         if self.scaling == "tensorwise":
             scale = swiglu_scale(flat, flat_dy, form)
             self.agree(scale, self.shared(role, "k"))
-        wide = dy is not None and self.scaling != "mxfp8"  # x is saved for backward without them
+        wide = dy is not None and self.scaling != "mxfp8"  # none for x, which is saved for backward
         rows, other = swiglu_rows(flat, flat_dy, scale, self.block, form, turned=turned, wide=wide)
         return rows.view(*gate_up.shape[:-1], rows.shape[1]), other
 
