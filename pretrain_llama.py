@@ -34,12 +34,12 @@ from training.run.restarts import ERROR_FILE, end_again, write_error_file
 os.environ.update(environment_defaults(os.environ, sys.argv))
 if __name__ == "__main__":
     explain_missing_packages()
-    end_again(os.environ)  # where torchrun starts what cannot go on
+    end_again(os.environ)  # if torchrun restarts a run that cannot continue
     ACTIVITY = Activity.of_process()  # now, as imports from a slow file system take minutes
     ACTIVITY.what = "importing torch and the program"
-    signal.signal(signal.SIGINT, end_at_once)  # while torch is imported, whose code may catch it
+    signal.signal(signal.SIGINT, end_at_once)  # during the import of torch, which may catch it
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
-    gc.disable()  # what imports make stays: collections would be a tenth of their time
+    gc.disable()  # imported objects stay alive: collections would take a tenth of the time
 
 import torch
 from torch import Tensor
@@ -142,14 +142,14 @@ def train_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Train on this rank's micro-batches of one global batch; return loss, norm, found_inf.
 
-    batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket is sent when
-    its last gradient is done) -> finish sums -> norm, clip -> update. The schedule decides what
-    this pipeline rank does, in which order. Results are scalars on the device: nothing waits.
+    batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket is reduced when
+    its last gradient is complete) -> finish sums -> norm, clip -> update. The schedule decides the
+    order of actions on this pipeline rank. Results are scalars on the device: nothing waits.
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
-    tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
-    masked = batches[0].loss_mask is not None  # if in one batch of a run, then in all
-    if masked:  # auxiliary losses are of all tokens
+    tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # including masked ones
+    masked = batches[0].loss_mask is not None  # the same for all batches of a run
+    if masked:  # auxiliary losses cover all tokens
         counted = sum(batch.token_count for batch in batches)
         run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
@@ -170,7 +170,7 @@ def run_schedule(
 ) -> Tensor:
     """Execute a schedule on micro-batches; return fp64 [3]: (losses, tokens, auxiliary losses).
 
-    These are sums over the tokens that count; the first two are zero except on the last stage.
+    These are sums over the unmasked tokens; the first two are zero except on the last stage.
     Backward starts from the sum of the losses / `tokens`.
     """
     total = torch.zeros(3, dtype=torch.float64, device=run.device)
@@ -194,10 +194,10 @@ def run_schedule(
 
 
 def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
-    """Return the mean loss over --eval-iters global batches of held-out data, on every rank, and
-    the bytes of text of a token that counts in it.
+    """Return, on every rank, the mean loss over --eval-iters global batches of held-out data, and
+    the mean bytes of text per unmasked token.
 
-    With --full-validation they are of all of the data. The loss is NaN where no token counts.
+    With --full-validation they cover all of the data. The loss is NaN if all tokens are masked.
     """
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
@@ -215,9 +215,9 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
 
 
 def validate(run: Run, sets: Mapping[str, Loader], log: Log, saver: Saver) -> bool:
-    """Evaluate on each validation set, and log its loss; --eval-iters 0 asks for none.
+    """Evaluate on each validation set, and log its loss; --eval-iters 0 turns it off.
 
-    Return whether the weights are the best so far, and so to be saved (--keep-best).
+    Return whether the weights are the best so far, and so must be saved (--keep-best).
     """
     losses = {}
     with log.timing("validation"):
@@ -230,19 +230,19 @@ def validate(run: Run, sets: Mapping[str, Loader], log: Log, saver: Saver) -> bo
 
 
 def evaluate_test(run: Run, loader: Loader | None, log: Log) -> None:
-    """Evaluate on the test split, where there is one; --eval-iters 0 asks for none."""
+    """Evaluate on the test split, if there is one; --eval-iters 0 turns it off."""
     if loader is not None and run.config.run.eval_iters > 0:
         with log.timing("test"):
             log.validation(run.iteration, *evaluate(run, loader), name="test")
 
 
 def name_fork(argv: list[str]) -> list[str]:
-    """Add --model-file where a fork of this program imports Llama from another file."""
+    """Add --model-file if this program is a fork that imports Llama from another file."""
     return argv if Llama.__module__ == "model.llama" else ["--model-file", getfile(Llama), *argv]
 
 
 def widths(config: Config) -> Widths:
-    """Return the model's sizes, and with --use-mup what its file says of widths."""
+    """Return the model's sizes and, with --use-mup, the muP widths of its file."""
     file = load_model_file(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), own_sizes(config))
     mup = mup_of(config)
@@ -255,7 +255,7 @@ def model_provider(
     recompute: Recompute | None = None,
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
-    """Build one rank's model; `training` learns all that it knows of a model from this."""
+    """Build one rank's model. This is the only interface of `training` to the model."""
     file = load_model_file(config.model.model_file)
     model = file.Model(widths(config).sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
@@ -270,7 +270,7 @@ def model_provider(
 
 @lru_cache(maxsize=16)
 def assigned(config: Config) -> dict[str, Assigned]:
-    """Return what --param-group says of each parameter of the whole model, by checkpoint name."""
+    """Return the --param-group settings of the whole model's parameters, by checkpoint name."""
     o, file = config.optimizer, load_model_file(config.model.model_file)
     whole: Any = whole_model(replace(config, optimizer=replace(o, param_group=())), model_provider)
     with blaming_file(file):
@@ -316,7 +316,7 @@ def train(
     total: int,
     stop_signal: StopSignal,
 ) -> None:
-    """Loop: data, step, log and watchers, evaluate, save; stop where all ranks agree to."""
+    """Loop: data, step, log and watchers, evaluate, save; stop when all ranks agree."""
     config, started = run.config, time.monotonic()
     agreement = Agreement(run.grid.world)
     rewind = Rewind(run, saver, log, agreement)
@@ -327,13 +327,13 @@ def train(
         profile = Profile(config, run.grid, run.engine, run.sink, agreement, log.note)
     layers = LayerValues(run) if layer_values.asked(config) else None
     error_file, check, digests = run.grid.launch.error_file, config.fault, config.log.log_digests
-    asked: list[Watcher | None] = [  # in this order, up to one that goes back
-        slow,  # which rank is slow: numbers for the log
+    asked: list[Watcher | None] = [  # in this order, up to one that rewinds
+        slow,  # detects slow ranks, for the log
         log,  # the step's line
         MemoryReport(run, log),  # once
         Stepped(error_file) if error_file else None,  # once
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
-        guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
+        guard,  # signals, time, bad values: stops or rewinds; uses the decisions of Intervals
         profile,
         Replicas(run, rewind, loaders.train, log, train_step) if check.check_replicas else None,
         Digests(run, saver.saved.names, saver.saved.digests, log) if digests else None,
@@ -343,8 +343,8 @@ def train(
     watchers = [watcher for watcher in asked if watcher]
     stop_signal.begin()
     with profile or nullcontext(), slow or nullcontext():
-        rewind.begin()  # saves the start, where a run may go back to it
-        while rewind.unfinished(total):  # counts the steps that are passed over
+        rewind.begin()  # saves the start, if the run may have to rewind to it
+        while rewind.unfinished(total):  # also counts skipped steps
             step = Step.next(run)
             run.monitor.enter("data", f"reading the data of iteration {step.iteration}")
             batches = step.batches(loaders.train, run.device)
@@ -357,7 +357,7 @@ def train(
             saver.poll()
             over = time_is_up(config.run, started) or bool(saver.failed)
             spiked = guard.spiked(step)
-            # sends this step's flags to all ranks; returns what they said of the step before
+            # sends this step's flags to all ranks; returns those of the previous step
             step.agreed = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
             step.count(run)
             stop_signal.stepped = True
@@ -366,7 +366,7 @@ def train(
             of_layers = partial(layers, step.size * config.model.seq_length) if layers else dict
             step.values = log.values(step, run.optimizer.params_norm, of_layers)
             decision = after_step(step, watchers)
-            if decision.back:  # the run is at a checkpoint again
+            if decision.back:  # the run was rewound to a checkpoint
                 continue
             best = decision.evaluate and validate(run, loaders.valid, log, saver)
             if decision.sample:
@@ -394,12 +394,12 @@ def train(
 def main(
     argv: list[str] | None = None, parent: int | None = None, activity: Activity | None = None
 ) -> int:
-    """Run; return the exit code. parent: the process that started this one. activity: of it.
+    """Run; return the exit code. parent: the parent process. activity: this process's Activity.
 
-    0: all that the flags asked for is done. 75: a signal stopped it early, saved; the same command
-    resumes (0 under torchrun, for which other codes are crashes). 1: the run failed. 2: a mistake
-    in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n),
-    and ends a first step that takes longer than 10 s with that code.
+    0: the run is complete. 75: a signal stopped it early, after a save; the same command resumes it
+    (0 under torchrun, which treats other codes as crashes). 1: the run failed. 2: an error in flags
+    or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n), and ends
+    a first step that takes longer than 10 s with that code.
     """
     launch, activity = Launch(), activity or Activity()
     monitor = FailureMonitor(activity=activity)
@@ -414,7 +414,7 @@ def main(
             activity.what = "reading the flags"
             argv = name_fork(typed[1:])
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
-                activity.started()  # that one prints
+                activity.started()  # that program prints instead
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
                 return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
             config = parse(argv, launch.world, own_flags(model_file(argv)), of_checkpoint)
@@ -443,7 +443,7 @@ def main(
             stop_signal.check()
         except (ValueError, OSError) as error:
             stop_signal.check()
-            stop_signal.verbose = False  # torchrun sends SIGTERM to all once a rank has ended
+            stop_signal.verbose = False  # torchrun sends SIGTERM to all ranks once one has ended
             return refuse(error, launch, 2, report_to, alone=True, typed=typed)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
@@ -474,7 +474,7 @@ def main(
 
 
 def forecast(file: str) -> Any:
-    """Return a module of the room above this program, which records its step (forecast/)."""
+    """Return a module of forecast/, which records steps of this program."""
     return import_module(f"forecast.{file}")
 
 
@@ -515,7 +515,7 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
 
 
 if __name__ == "__main__":
-    gc.freeze()  # so no collection looks through 160,000 objects of what is imported
+    gc.freeze()  # so that no collection scans the 160,000 objects of imports
     gc.enable()
     run_main = partial(main, parent=PARENT, activity=ACTIVITY)
     as_process(run_main, os.environ.get(ERROR_FILE))

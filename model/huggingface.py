@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a Hugging Face config.json: the sizes of a Llama, and what its fields mean.
+"""Read a Hugging Face config.json: the sizes of a Llama, and the meaning of its fields.
 
-A fork imports these by the names that model/llama.py has for them.
+A fork imports these functions from model/llama.py, by the names that they have there.
 """
 
 import math
@@ -31,10 +31,10 @@ def read_config(
     rules: Mapping[str, Callable[[Any], bool]],
     **own: Any,
 ) -> Any:
-    """Return make(sizes of a Llama, and the model's own fields `own`) of a config.json.
+    """Return make(sizes of a Llama, and the model's own fields `own`) for a config.json.
 
-    rules: what a field that is there may be, added to RULES or in place of them. Raises ValueError
-    naming the field, its value and what is supported.
+    rules: the allowed values of fields, which extend or override RULES. Raises ValueError, naming
+    the field, its value and what is supported.
     """
     rules = {"model_type": lambda v: v == model_type, **RULES, **rules}
     rope = read_rope(hf)
@@ -68,14 +68,14 @@ def read_config(
 
 
 def filled(hf: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with what it means where it does not say it, in a dictionary of its
-    type: that of a file refuses a value that cannot be read when it is asked for.
+    """Return a config.json with defaults for missing fields, in a dictionary of the same type: that
+    of a file raises an error when an unreadable value is accessed.
     """
     return type(hf)({**defaults, **hf})
 
 
 def unread(fields: Iterable[str]) -> Rules:
-    """Return the rules of fields that transformers' model of this type does not read."""
+    """Return rules that allow any value of fields that transformers' model does not read."""
     return dict.fromkeys(fields, lambda v: True)
 
 
@@ -85,13 +85,13 @@ def without(fields: Container[str], hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_rule(hf: Mapping[str, Any]) -> Rules:
-    """Return the rule of a window of every layer: null, or as long as the longest sequence."""
+    """Return the rule for a window in every layer: null, or as long as the longest sequence."""
     return {"sliding_window": lambda v: v is None or v >= hf["max_position_embeddings"]}
 
 
 def no_windows(hf: Mapping[str, Any], last: int = 28) -> bool:
-    """Return whether no layer has a window, where transformers gives one to the layers from
-    max_window_layers on (`last` if a config.json does not say it). layer_types has its own rule.
+    """Return whether no layer has a window. transformers sets one for the layers from
+    max_window_layers on (`last` if missing in config.json). layer_types has its own rule.
     """
     far = hf.get("max_window_layers", last) >= hf["num_hidden_layers"]
     given = hf.get("layer_types") is not None
@@ -100,12 +100,13 @@ def no_windows(hf: Mapping[str, Any], last: int = 28) -> bool:
 
 
 def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of rotary positions in one dictionary, as transformers 5 reads
-    it: rope_type, rope_theta, original_max_position_embeddings and what else there is.
+    """Return the fields of a config.json for rotary positions in one dictionary, as transformers 5
+    reads them: rope_type, rope_theta, original_max_position_embeddings and any others.
 
-    rope_scaling counts before rope_parameters, and what either holds before what stands at the top,
-    where transformers 4 has rope_theta; original_max_position_embeddings counts there first.
-    (transformers 5.24, RotaryEmbeddingConfigMixin in modeling_rope_utils.py.) Raises ValueError.
+    rope_scaling takes precedence over rope_parameters, and fields in either of them over top-level
+    fields, where transformers 4 has rope_theta; for original_max_position_embeddings the top level
+    takes precedence. (transformers 5.24, RotaryEmbeddingConfigMixin in modeling_rope_utils.py.)
+    Raises ValueError.
     """
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     inside = hf.get(name) or {}
@@ -126,8 +127,8 @@ def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Return the fields of a LlamaConfig for `read_rope`'s: default, linear, llama3, or yarn
-    (transformers' _compute_yarn_parameters).
+    """Return the fields of a LlamaConfig for a result of `read_rope`: default, linear, llama3, or
+    yarn (transformers' _compute_yarn_parameters).
     """
     kind, length = rope["rope_type"], rope[ORIGINAL]
 
@@ -171,7 +172,7 @@ MULTIPLIERS = {"embedding_multiplier", "attention_multiplier", "logits_scaling"}
 
 
 def _multipliers(hf: dict[str, Any]) -> dict[str, float]:
-    """Return the fields that hf_config writes as Granite's multipliers, where there are any."""
+    """Return the LlamaConfig fields for Granite's multipliers (see hf_config), if there are any."""
     if not hf.keys() & MULTIPLIERS or hf.get("model_type") in ("llama", "mistral"):
         return {}  # transformers' Llama has none
     d = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
@@ -183,12 +184,12 @@ def _multipliers(hf: dict[str, Any]) -> dict[str, float]:
 
 
 def unless_standard(scale: float, head_size: int) -> float:
-    """Return a softmax_scale, 0 where it is that of standard attention, perhaps rounded to fp32."""
+    """Return a softmax_scale, or 0 if it is the standard one, perhaps rounded to fp32."""
     return 0.0 if math.isclose(scale, head_size**-0.5, rel_tol=1e-7) else scale
 
 
 def rope_scaling(config: Any) -> dict[str, Any] | None:
-    """Return config.json's rope_scaling of a LlamaConfig, which `read_rope` reads."""
+    """Return the rope_scaling of config.json for a LlamaConfig; `read_rope` is the inverse."""
     if (y := config.yarn) is not None:
         scaling = {
             "rope_type": "yarn",
@@ -198,7 +199,7 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
             "beta_slow": y.beta_slow,
             "truncate": y.truncate,
         }
-        if y.attention_factor != Yarn.suggested(y.factor):  # some readers know the paper's alone
+        if y.attention_factor != Yarn.suggested(y.factor):  # some readers only support the paper's
             scaling["attention_factor"] = y.attention_factor
         return scaling
     if not config.rope_scaling_factor:
@@ -215,8 +216,8 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
 
 
 def multipliers(config: Any) -> dict[str, Any]:
-    """Return what config.json has of a LlamaConfig with muP's multipliers: that of a Granite, which
-    is a Llama with such multipliers in transformers.
+    """Return the fields of config.json for a LlamaConfig with muP's multipliers, which is a Granite
+    in transformers: a Llama with such multipliers.
     """
     if (config.embedding_mult, config.logits_divisor, config.softmax_scale) == (1.0, 1.0, 0.0):
         return {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the file of a model: the one that --model-file names, or a checkpoint's.
+"""Find the file of a model: the one that --model-file names, or that of a checkpoint.
 
-A model's file defines what ModelFile lists, as model/llama.py does. A changed copy of it, or a file
-that derives from it, is a model too.
+A model's file defines the names that ModelFile lists, like model/llama.py. A modified copy of that
+file, or a file that derives from it, is also a model.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from mpu.mup import MuP, Widths
 from mpu.param import GROUPS
 
 HERE = Path(__file__).resolve().parent
-FORKS = "examples/forks"  # worked forks, those of Hugging Face's models by model_type
+FORKS = "examples/forks"  # worked forks; those of Hugging Face's models are named by model_type
 NO_MODELS = ("__init__", "huggingface", "load", "sizes")  # other files of this folder
-# by model_type, where the names differ
+# {model_type: file}, if the names differ
 FILES = {
     "granite": "llama",
     "mistral": "llama",
@@ -36,7 +36,7 @@ FILES = {
     "qwen3_moe": "moe",
     "dots1": "moe",
 }
-# by model_type of other mixtures of experts, what they compute that no file of this folder does
+# {model_type of another mixture of experts: its features that no file of this folder has}
 LATENT = "multi-head latent attention"
 MISSING = {
     "qwen2_moe": "biases of q, k and v and a gate of the shared expert",
@@ -60,14 +60,14 @@ MISSING = {
     "qwen3_next": "linear attention",
     "qwen3_5_moe": "linear attention",
 }
-KNOWN = ("CheckpointError", "MismatchError", "UsageError")  # whose text is a sentence of ours
+KNOWN = ("CheckpointError", "MismatchError", "UsageError")  # our errors, whose text is complete
 NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
 
 
 class ModelFile(Protocol):
-    """What a model's file defines. It may also have extra_args_provider(parser), for its own flags:
-    one whose name is a field of ModelConfig sets that field; and with_mup(config, mup), without
-    which --use-mup is refused.
+    """The interface of a model's file. Optionally it also has extra_args_provider(parser), for its
+    own flags, which set the fields of ModelConfig with the same names; and with_mup(config, mup),
+    without which --use-mup is rejected.
     """
 
     __file__: str
@@ -75,7 +75,7 @@ class ModelFile(Protocol):
     ModelConfig: type[LlamaConfig]
 
     def hf_names(self, model: Llama) -> dict[str, tuple[str, ...]]:
-        """Return each parameter's names in a checkpoint, one for each fused section of it."""
+        """Return each parameter's names in a checkpoint, one for each of its fused sections."""
 
     def hf_config(self, config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
         """Return the sizes as Hugging Face's config.json."""
@@ -88,14 +88,14 @@ class ModelFile(Protocol):
 
 
 class ModelFileError(ValueError):
-    """A model's file failed; the message names it, and `__cause__` is the error."""
+    """A model's file raised an error, `__cause__`; the message names the file."""
 
 
 @cache
 def load_model_file(path: str) -> ModelFile:
-    """Import a model's file: a path, which may also be relative to the folder above this one.
+    """Import a model's file. path: may also be relative to the parent of this folder.
 
-    Raises ValueError where there is none, where it fails, or where it lacks a name of ModelFile.
+    Raises ValueError if there is no such file, if it fails, or if it lacks a name of ModelFile.
     """
     at = next((p for p in (Path(path), HERE.parent / path) if p.is_file()), None)
     if at is None or at.suffix != ".py":
@@ -113,8 +113,8 @@ def load_model_file(path: str) -> ModelFile:
 
 @contextmanager
 def blaming(path: str, at: Path) -> Iterator[None]:
-    """Raise ModelFileError that names --model-file `path`, the function of it and the line, where
-    the block fails. at: the file itself.
+    """Turn an error in the block into a ModelFileError that names --model-file `path`, its function
+    and the line. at: the file itself.
     """
     try:
         yield
@@ -133,15 +133,15 @@ def blaming(path: str, at: Path) -> Iterator[None]:
 
 
 def blaming_file(file: ModelFile) -> AbstractContextManager[None]:
-    """Return `blaming` for a file that is imported."""
+    """Return `blaming` for an imported file."""
     at = Path(file.__file__).resolve()
     inside = at.is_relative_to(HERE.parent)
     return blaming(str(at.relative_to(HERE.parent) if inside else at), at)
 
 
 def blame_forward(file: ModelFile, model: Llama) -> None:
-    """Let the model's forward name the line of its file that fails, as lines do that need values on
-    meta tensors. An error that is a sentence already, or of another file, stays.
+    """Make errors in the model's forward name the line of its file, for example a line that needs
+    values on meta tensors. ValueErrors, and errors in other files, are unchanged.
     """
     forward, at = model.forward, Path(file.__file__).resolve()
 
@@ -176,9 +176,9 @@ def _import(at: Path) -> ModuleType:
 
 
 def own_flags(path: str) -> Callable[[Any], None] | None:
-    """Return what adds a model file's own flags to a parser, None where it has none.
+    """Return a function that adds a model file's own flags to a parser; None if it has none.
 
-    Raises what load_model_file does.
+    Raises ValueError as load_model_file does.
     """
     file = load_model_file(path)
     provider: Callable[[Any], None] | None = getattr(file, "extra_args_provider", None)
@@ -195,11 +195,11 @@ def own_flags(path: str) -> Callable[[Any], None] | None:
 def model_file_of(
     hf: Mapping[str, Any], saved: Mapping[str, Any] | None = None, own: str | None = None
 ) -> ModelFile:
-    """Return the file of a checkpoint's model: `own`, else the one of this folder that is its.
+    """Return the file of a checkpoint's model: `own`, else the matching file of this folder.
 
-    hf: its sizes, a config.json. saved: the settings of the run that saved it. own: a --model-file
-    that was given. A checkpoint may come from anybody, so what it says runs no other file. Raises
-    ValueError where no file of this folder is its model's.
+    hf: its sizes, a config.json. saved: the settings of the run that saved it. own: a given
+    --model-file. A checkpoint may be untrusted, so it cannot cause any other file to be run. Raises
+    ValueError if no file of this folder matches.
     """
     if own:
         return load_model_file(own)
@@ -222,13 +222,13 @@ def model_file_of(
 
 
 def worked_fork(kind: str) -> str:
-    """Return the worked fork of a config.json's model_type, "" where there is none."""
+    """Return the worked fork for a config.json's model_type, or "" if there is none."""
     fork = f"{FORKS}/{kind.removesuffix('_text')}.py" if kind.isidentifier() else ""
     return fork if (HERE.parent / fork).is_file() else ""
 
 
 def missing_in(kind: str) -> str:
-    """Return the sentence that refuses a mixture of experts of a model_type in MISSING."""
+    """Return the error message for a mixture of experts with a model_type in MISSING."""
     return (
         f"config.json: model_type is {kind!r}, which has {MISSING[kind]}: that is not available in "
         "model/moe.py; give a --model-file that has it (docs/forking.md)"
@@ -238,22 +238,22 @@ def missing_in(kind: str) -> str:
 def of_checkpoint(
     hf: dict[str, Any], saved: Mapping[str, Any] | None = None, own: str | None = None
 ) -> tuple[str, LlamaConfig]:
-    """Return the path of `model_file_of`'s, as --model-file takes it, and the model's config."""
+    """Return the path of `model_file_of`, in the form of --model-file, and the model's config."""
     file = model_file_of(hf, saved, own)
     return own or f"model/{Path(file.__file__).name}", saved_config(file, hf, saved)
 
 
 def digest(file: ModelFile) -> str:
-    """Return the SHA-256 of a model's file, which all ranks must share, in hex."""
+    """Return the SHA-256 of a model's file in hex, which must be equal on all ranks."""
     return hashlib.sha256(Path(file.__file__).read_bytes()).hexdigest()
 
 
 def config_of(
     file: ModelFile, sizes: Mapping[str, Any], own: Mapping[str, Any] | None = None
 ) -> LlamaConfig:
-    """Return the model's config: `sizes` from Weft's flags, and what only some files have, `own`.
+    """Return the model's config. sizes: from Weft's flags. own: fields that only some files have.
 
-    Raises ValueError where these have experts and the file does not.
+    Raises ValueError if they include experts, or YaRN, and the file does not support it.
     """
     fields, own = file.ModelConfig.__dataclass_fields__, own or {}
     if own.get("num_experts") and "num_experts" not in fields:
@@ -270,7 +270,7 @@ def config_of(
 
 
 def with_mup(file: ModelFile, sizes: LlamaConfig, mup: MuP) -> Widths:
-    """Return what a model's file says of muP. Raises ValueError where it does not say it."""
+    """Return the Widths of a model's file for muP. Raises ValueError if it does not define them."""
     name, say = Path(file.__file__).name, getattr(file, "with_mup", None)
     if say is None:
         raise ValueError(
@@ -288,7 +288,7 @@ def with_mup(file: ModelFile, sizes: LlamaConfig, mup: MuP) -> Widths:
 
 
 def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
-    """Return the sizes in a config.json. Raises ValueError, whatever it holds."""
+    """Return the sizes in a config.json. Raises ValueError for any invalid content."""
     try:
         return file.from_hf_config(hf)
     except ValueError as error:
@@ -306,7 +306,7 @@ def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
 def saved_config(
     file: ModelFile, hf: dict[str, Any], saved: Mapping[str, Any] | None = None
 ) -> LlamaConfig:
-    """Return the config of a checkpoint's model from what `model_file_of` takes."""
+    """Return the config of a checkpoint's model. hf, saved: see `model_file_of`."""
     sizes = read_sizes(file, hf)
     found = {k.removeprefix("extra."): v for k, v in (saved or {}).items() if "extra." in k}
     own = {k: v for k, v in found.items() if k in file.ModelConfig.__dataclass_fields__}

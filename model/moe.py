@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral, Qwen3-MoE, Dots1: a Llama whose MLPs are mixtures of experts. What differs, and no more.
+"""Mixtral, Qwen3-MoE, Dots1: a Llama whose MLPs are mixtures of experts. Only the differences.
 
-    T tokens of a rank = s/t x b   E experts   k experts a token   f ffn hidden of an expert
+    T tokens of a rank = s/t x b   E experts   k experts per token   f ffn hidden of an expert
 
-    x [s/t, b, h] -> router logits [T, E], fp32 -> k experts and weights a token [T, k]
+    x [s/t, b, h] -> router logits [T, E], fp32 -> k experts and weights per token [T, k]
     -> rows by expert [n, h] -> SwiGLU MLP of each expert -> weighted sum over k -> [s/t, b, h]
 
-The router's weight is replicated, as a norm's is. The experts are dealt out over the axis ep, and
-mpu/layers/dispatch.py brings the tokens to them. A token's k experts are those of its k highest
-scores, the lower number first among equal ones. They are chosen once: backward and recomputation
-take what forward chose. (Mixtral: Jiang et al. 2024; Qwen3 technical report, 2025; sigmoid scores
-and shared experts: DeepSeek-V3 technical report, 2024)
+The router's weight is replicated, like that of a norm. The experts are distributed over the axis
+ep, and mpu/layers/dispatch.py sends the tokens to them. A token's k experts are those with its k
+highest scores, lower indices first among equal scores. They are chosen once: backward and
+recomputation reuse the choice of forward. (Mixtral: Jiang et al. 2024; Qwen3 technical report,
+2025; sigmoid scores and shared experts: DeepSeek-V3 technical report, 2024)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ class MoEConfig(LlamaConfig):
     moe_ffn_hidden_size: int = 0  # of an expert; 0: ffn_hidden_size
     # every n-th layer has experts, from layer 0 on; or 1 or 0 for each layer
     moe_layer_freq: int | tuple[int, ...] = 1
-    # weights: the chosen part of a softmax over all experts; else a softmax over the chosen ones
+    # weights are the chosen entries of a softmax over all experts; else a softmax over the chosen
     moe_router_pre_softmax: bool = False
     moe_router_score_function: str = "softmax"
     moe_router_topk_scaling_factor: float = 1.0  # multiplies the weights
@@ -112,8 +112,8 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"{name}{also} is {getattr(self, name)!r}: it must be {rule}")
 
     def _same_layers(self) -> int | tuple[int, ...]:
-        """Return moe_layer_freq in the one form that all spellings of the same layers have: the
-        smallest number from 1 on, else the list.
+        """Return moe_layer_freq in a canonical form for the same layers: the smallest number >= 1
+        if there is one, else the list.
         """
         layers = range(self.num_layers)
         chosen = [i for i in layers if self.sparse(i)]
@@ -132,7 +132,7 @@ class MoEConfig(LlamaConfig):
 
 
 class Attention(qwen3.Attention):
-    """Grouped-query attention; queries and keys are normalised where qk_layernorm says so."""
+    """Grouped-query attention; queries and keys are normalised if qk_layernorm is set."""
 
     def __init__(self, config: MoEConfig, ctx: LayerContext, recompute: Recompute) -> None:
         of = qwen3.Attention if config.qk_layernorm else llama.Attention
@@ -145,13 +145,13 @@ class Attention(qwen3.Attention):
 
 
 class Routing(NamedTuple):
-    """What the router decided for a micro-batch, once.
+    """The router's decisions for a micro-batch, made once.
 
-    load: this rank's tokens that chose each expert [E], and where experts have a capacity the pairs
-    that were dropped [E + 1]. shares: for each balance loss its f, the
-    share of the pairs (token, choice) that each expert got: of each sequence [b, E], of all
-    sequences of the micro-batch or of the step before [1, E]. best: where a loss of the next step
-    counts them, this rank's tokens that have each expert among their k best scores [E].
+    load: this rank's tokens that chose each expert [E], followed by the number of dropped pairs if
+    experts have a capacity [E + 1]. shares: f of each balance loss, the share of the pairs (token,
+    choice) of each expert: per sequence [b, E], or over all sequences of the micro-batch or of the
+    previous step [1, E]. best: if a loss of the next step needs it, this rank's tokens that have
+    each expert among their k best scores [E].
     """
 
     plan: Plan
@@ -161,7 +161,7 @@ class Routing(NamedTuple):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of experts, and perhaps an expert that every token meets."""
+    """A mixture of experts, with an optional shared expert for all tokens."""
 
     def __init__(self, config: MoEConfig, ctx: LayerContext, decisions: Decisions) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class SparseMLP(nn.Module):
         self.config, self.ctx, self.decisions = config, ctx, decisions
         self.router = RouterLinear(h, e, ctx=ctx)
         biased = config.moe_router_enable_expert_bias
-        # whether a token may choose other experts than those of its k best scores
+        # whether the choice of a token may differ from its k best scores
         self.limited = biased or config.moe_router_num_groups > 1
         lagged = "lagged_global_aux_loss" in (kind for kind, _ in ctx.experts.balance)
         self.load = ExpertLoad(
@@ -192,7 +192,7 @@ class SparseMLP(nn.Module):
         routing = self.decisions.record(lambda: self.decide(scores.detach(), x.shape[1]))
         plan, d = routing.plan, self.dispatcher
         sent = d.start(tokens, plan)
-        shared = None if self.shared is None else self.shared(x)  # while the rows are on their way
+        shared = None if self.shared is None else self.shared(x)  # while the rows are in flight
         rows = self.experts(d.finish(sent, plan), plan.counts, sent.later)  # [n, h]
         y = d.combine(rows, self.weights(scores, plan.choice), plan).view_as(x)
         y = y if shared is None else y + shared
@@ -202,13 +202,13 @@ class SparseMLP(nn.Module):
         return self.load.note(y, routing.load, losses, routing.best)
 
     def decide(self, scores: Tensor, batch: int) -> Routing:
-        """Choose k experts for each token by its scores [T, E], and plan what goes where."""
+        """Choose k experts for each token by its scores [T, E], and plan the dispatch."""
         bias = self.load.e_score_correction_bias
         kinds = [kind for kind, _ in self.ctx.experts.balance]
         choice = self.choose(scores if bias is None else scores + bias)
         load = count_of(choice, self.config.num_experts)
         # f of a loss counts the k best scores of all experts (DeepSeek-V3, eq. 18): bias and groups
-        # would hide what is uneven
+        # would hide imbalance
         best = self.choose(scores, groups=False) if kinds and self.limited else choice
         shares = tuple(self.share(best, kind, batch) for kind in kinds)
         counted = count_of(best, self.config.num_experts) if self.load.counts_best else None
@@ -222,8 +222,8 @@ class SparseMLP(nn.Module):
         return Routing(self.dispatcher.plan(choice, load), load, shares, counted)
 
     def choose(self, scores: Tensor, groups: bool = True) -> Tensor:
-        """Return the numbers of the k highest of scores [T, E], lower numbers first among equals:
-        [T, k]. Groups of experts are chosen first, where the model has them, in the same way;
+        """Return the indices of the k highest scores [T, E], lower indices first among equals:
+        [T, k]. If the model has groups of experts, groups are first chosen in the same way;
         groups False: all experts are one group.
         """
         k, e = self.config.moe_router_topk, self.config.num_experts
@@ -235,9 +235,9 @@ class SparseMLP(nn.Module):
         return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]
 
     def of_best_groups(self, scores: Tensor) -> Tensor:
-        """Return scores [T, E], those outside of each token's best groups being -infinity.
+        """Return scores [T, E] with -infinity outside of each token's best groups.
 
-        A group counts as the sum of its k / (groups chosen) best scores (DeepSeek-V3: of two).
+        The score of a group is the sum of its k / (groups chosen) best scores (DeepSeek-V3: two).
         """
         c = self.config
         n = c.moe_router_group_topk
@@ -248,7 +248,7 @@ class SparseMLP(nn.Module):
         return of_group.masked_fill(out[:, :, None], -torch.inf).flatten(1)
 
     def weights(self, scores: Tensor, choice: Tensor) -> Tensor:
-        """Return the weight of each chosen expert, of scores [T, E] and choice [T, k]: [T, k]."""
+        """Return the weight of each chosen expert [T, k], given scores [T, E] and choice [T, k]."""
         c = self.config
         if c.moe_router_score_function == "sigmoid":
             chosen = scores.gather(1, choice)
@@ -262,7 +262,7 @@ class SparseMLP(nn.Module):
         return chosen if factor == 1.0 else chosen * factor
 
     def share(self, choice: Tensor, kind: str, batch: int) -> Tensor:
-        """Return f of a balance loss for the experts chosen [T, k], of which `batch` sequences."""
+        """Return f of a balance loss for the chosen experts [T, k]. batch: number of sequences."""
         if kind == "lagged_global_aux_loss":
             before = self.load.before
             return (before / before.sum().clamp(min=1))[None]
@@ -271,7 +271,7 @@ class SparseMLP(nn.Module):
         return self.count(choice, sequences).double() / (choice.numel() * ranks // sequences)
 
     def count(self, choice: Tensor, sequences: int) -> Tensor:
-        """Return the tokens that chose each expert [sequences, E], of all ranks of tp and cp."""
+        """Return the number of tokens that chose each expert [sequences, E], over tp and cp."""
         e = self.config.num_experts
         at = torch.arange(len(choice), device=choice.device) % sequences  # tokens are [s/t, b]
         found = count_of(at[:, None] * e + choice, sequences * e)
@@ -281,15 +281,14 @@ class SparseMLP(nn.Module):
         return found.view(sequences, e)
 
     def losses(self, logits: Tensor, scores: Tensor, shares: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the sum of the router's losses over this rank's tokens, or None where none is on.
+        """Return the sum of the router's losses over this rank's tokens, or None if there are none.
 
         balance    E sum_i f_i P_i, f_i the share of expert i in the pairs of a token and one of
-                   its k best scores, P_i the mean of its probability: 1 at balance (Fedus et al.
-                   2021). Over each sequence
-                   (seq_aux_loss, DeepSeek-V3) or over the micro-batch of a data-parallel rank
-                   (aux_loss). f has no gradient and P is a sum, so each rank adds its own tokens'.
-                   lagged_global_aux_loss: f is of the global batch of the step before, which every
-                   rank knows; there is no loss in the first step
+                   its k best scores, P_i the mean of its probability: 1 if balanced (Fedus et al.
+                   2021). Over each sequence (seq_aux_loss, DeepSeek-V3) or over the micro-batch of
+                   a data-parallel rank (aux_loss). f has no gradient and P is a sum, so each rank
+                   adds the part of its own tokens. lagged_global_aux_loss: f is of the global batch
+                   of the previous step, known to all ranks; there is no loss in the first step
         z-loss     the mean of logsumexp(logits)^2 (Zoph et al. 2022)
         """
         options, found = self.ctx.experts, list[Tensor]()
@@ -327,7 +326,7 @@ class Block(llama.Block):
 
 
 class MoE(llama.Llama):
-    """The model, or this pipeline rank's stages of it, as model/llama.py."""
+    """The model, or this pipeline rank's stages of it; see model/llama.py."""
 
     block = Block
     config: MoEConfig
@@ -343,13 +342,13 @@ class MoE(llama.Llama):
         self.hf_modules = hf_modules(config)
 
     def layer_config(self, i: int) -> MoEConfig:
-        """Return the sizes of layer i, as those of a model of this layer alone."""
+        """Return the config of layer i, as that of a model with only this layer."""
         return replace(self.config, moe_layer_freq=int(self.config.sparse(i)))
 
 
 def hf_modules(config: MoEConfig, kind: str = "") -> Mapping[str, tuple[str, ...]]:
-    """Return a block's modules, and Hugging Face's modules that are fused in each. kind: a fork's
-    own model_type, whose experts have the names that all but a Mixtral's have.
+    """Return a block's modules, and the Hugging Face modules fused in each. kind: a fork's own
+    model_type, if any; unless it is "mixtral", experts have the names that other models use.
     """
     mixtral = (kind or hf_kind(config)) == "mixtral"
     at = "block_sparse_moe" if mixtral else "mlp"
@@ -358,7 +357,7 @@ def hf_modules(config: MoEConfig, kind: str = "") -> Mapping[str, tuple[str, ...
     return {
         **(qwen3.Qwen3 if config.qk_layernorm else llama.Llama).hf_modules,
         "mlp.router": (f"{at}.gate",),
-        "mlp.load": (f"{at}.gate",),  # the bias of its choice
+        "mlp.load": (f"{at}.gate",),  # the bias for the choice of experts
         "mlp.experts.gate_up": tuple(f"{at}.experts.{i}.{n}" for i in numbers for n in (gate, up)),
         "mlp.experts.down": tuple(f"{at}.experts.{i}.{down}" for i in numbers),
         "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
@@ -367,7 +366,7 @@ def hf_modules(config: MoEConfig, kind: str = "") -> Mapping[str, tuple[str, ...
 
 
 def dense_names(config: MoEConfig) -> dict[str, str]:
-    """Return, for each tensor of an expert, that of a dense model's MLP, to copy it from."""
+    """Return, for each tensor of an expert, the tensor of a dense model's MLP to copy it from."""
     ours, dense = hf_modules(config), llama.Llama.hf_modules
     found = {}
     for i in range(config.num_layers):
@@ -380,7 +379,7 @@ def dense_names(config: MoEConfig) -> dict[str, str]:
 
 
 def hf_kind(config: MoEConfig) -> str:
-    """Return Hugging Face's model_type of the same model, "moe" where there is none."""
+    """Return Hugging Face's model_type of the same model, or "moe" if there is none."""
     c = config
     if _is_dots1(c):
         return "dots1"
@@ -450,7 +449,7 @@ def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
     }
 
 
-# what a config.json that does not say it means
+# defaults of fields that are missing in a config.json
 MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}  # fmt: skip
 QWEN3 = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
@@ -463,7 +462,7 @@ DOTS1 = {"norm_topk_prob": False, "n_shared_experts": None, "sliding_window": 40
 def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
     """Read a config.json of a Mixtral, a Qwen3-MoE, a Dots1 or of Weft's own model_type "moe".
 
-    The coefficient of their balance loss is not read: it is a flag, and theirs is another loss.
+    The coefficient of the balance loss is not read: it is a flag here, and their loss differs.
     Raises ValueError naming the field, its value and what is supported.
     """
     kind = hf.get("model_type", "mixtral")
@@ -513,14 +512,14 @@ def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
     far, k = no_windows(hf, 62), hf["num_experts_per_tok"]
     rules = unread(qwen3.UNREAD) | {
         "sliding_window": lambda v: far,
-        "norm_topk_prob": lambda v: v is True or k == 1,  # one score is not divided by itself
+        "norm_topk_prob": lambda v: v is True or k == 1,  # a single score is not normalised
         "n_shared_experts": lambda v: type(v) is int and v > 0,
         "scoring_func": lambda v: v in ("sigmoid", "noaux_tc"),
         "routed_scaling_factor": lambda v: v is None or v > 0,
     }
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    groups = 1 if best == groups else groups  # a choice of all of them is none
-    if groups > 1:  # a group counts as its two best experts there, its k / topk_group best here
+    groups = 1 if best == groups else groups  # choosing all groups is the same as no groups
+    if groups > 1:  # a group's score is its two best experts there, its k / topk_group best here
         rules["topk_group"] = lambda v: 2 * v == k
     own = {
         "num_experts": hf["n_routed_experts"], "moe_router_topk": k,
@@ -531,7 +530,7 @@ def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
         "moe_router_group_topk": best if groups > 1 else 0,
         "moe_layer_freq": tuple(int(i >= first) for i in range(layers)),
     }  # fmt: skip
-    if type(shared := hf["n_shared_experts"]) is int:  # else `rules` refuses it
+    if type(shared := hf["n_shared_experts"]) is int:  # otherwise `rules` rejects it
         own["moe_shared_expert_intermediate_size"] = hf["moe_intermediate_size"] * shared
     return _read(hf, "dots1", rules, own, normalised=hf["norm_topk_prob"])
 
@@ -540,8 +539,8 @@ def _read(
     hf: dict[str, Any], kind: str, rules: Mapping[str, Callable[[Any], bool]], own: dict[str, Any],
     normalised: bool = False,
 ) -> MoEConfig:  # fmt: skip
-    """Read the rest. normalised: weights are divided by their sum, which no router of one expert a
-    token does here, as in Megatron-LM.
+    """Read the remaining fields. normalised: weights are divided by their sum, which is rejected
+    with one expert per token, as in Megatron-LM.
     """
     if normalised and own["moe_router_topk"] == 1:
         also = "" if kind == "mixtral" else f", norm_topk_prob {hf['norm_topk_prob']}"

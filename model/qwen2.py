@@ -10,7 +10,7 @@ from model import llama
 from model.huggingface import BIASES, filled, no_windows, unread, without
 from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 
-# what a config.json that does not say it means
+# defaults of fields that are missing in a config.json
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 UNREAD = BIASES  # fields of a Llama that transformers' Qwen2 does not have
 __all__ = [
@@ -32,7 +32,7 @@ class Block(llama.Block):
 
 
 class Qwen2(llama.Llama):
-    """The model, or this pipeline rank's stages of it, as model/llama.py."""
+    """The model, or this pipeline rank's stages of it; see model/llama.py."""
 
     block = Block
 
@@ -44,7 +44,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    """Read a Hugging Face config.json of a dense Qwen2; refuse what this file does not compute.
+    """Read a Hugging Face config.json of a dense Qwen2; reject what this file does not compute.
 
     Raises ValueError naming the field, its value and what is supported.
     """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3, dense: a Llama that normalises each head's queries and keys. What differs, and no more.
+"""Qwen3, dense: a Llama that normalises each head's queries and keys. Only the differences.
 
     q, k [s, b, n/t, d] -> RMSNorm over d, the same weight for every head -> RoPE -> attention
 
-The heads of a rank alone meet these norms, so their gradients are partial over tp: they are in
-Region.TENSOR_PARALLEL. (Qwen3 technical report, 2025; Henry et al. 2020, Query-key normalization)
+A rank applies these norms only to its own heads, so their gradients are partial over tp: they are
+in Region.TENSOR_PARALLEL. (Qwen3 technical report, 2025; Henry et al. 2020, Query-key
+normalization)
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from mpu.layers.fused import RMSNorm
 from mpu.param import Region
 from mpu.recompute import Recompute
 
-# what a config.json that does not say it means
+# defaults of fields that are missing in a config.json
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 UNREAD = ("mlp_bias",)  # fields of a Llama that transformers' Qwen3 does not have
 __all__ = [
@@ -48,7 +49,7 @@ class Attention(llama.Attention):
         a, g = self.heads, self.groups
         qkv = self.qkv(x).unflatten(-1, (a + 2 * g, self.head_size))  # [s, b, (a + 2g) / t, d]
         q, k, v = qkv.split([a, g, g], dim=2)
-        q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # as csrc/fused.cpp wants
+        q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # for csrc/fused.cpp
         return torch.cat([q, k, v], dim=2).flatten(2)
 
 
@@ -59,7 +60,7 @@ class Block(llama.Block):
 
 
 class Qwen3(llama.Llama):
-    """The model, or this pipeline rank's stages of it, as model/llama.py."""
+    """The model, or this pipeline rank's stages of it; see model/llama.py."""
 
     block = Block
     hf_modules = {
@@ -76,7 +77,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    """Read a Hugging Face config.json of a dense Qwen3; refuse what this file does not compute.
+    """Read a Hugging Face config.json of a dense Qwen3; reject what this file does not compute.
 
     Raises ValueError naming the field, its value and what is supported.
     """

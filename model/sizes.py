@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the sizes of a model, whoever wrote them: flags, a config.json, a checkpoint."""
+"""Check the sizes of a model from any source: flags, a config.json, a checkpoint."""
 
 import math
 from typing import Any
 
-# the most of each, far beyond any model; the flags (settings/arguments.py) have these bounds
+# upper bounds, far beyond any model; the flags (settings/arguments.py) have the same bounds
 MOST = {
     "vocab_size": (1 << 31) - 1,
     "hidden_size": 1 << 20,
@@ -32,7 +32,7 @@ IN_JSON = {  # their names in a config.json
 
 
 def check_sizes(config: Any) -> None:
-    """Raise ValueError, naming the field, for sizes that no model has. config: a LlamaConfig."""
+    """Raise ValueError, naming the field, for invalid sizes. config: a LlamaConfig."""
 
     def refuse(name: str, rule: str) -> ValueError:
         also = f" ({IN_JSON[name]})" if name in IN_JSON else ""
@@ -56,7 +56,7 @@ def check_sizes(config: Any) -> None:
 
 
 def _check_yarn(yarn: Any, base: float) -> None:
-    """Raise ValueError, naming the field, for a scaling (mpu.layers.rope.Yarn) that cannot be."""
+    """Raise ValueError, naming the field, for an invalid scaling (mpu.layers.rope.Yarn)."""
     least = {"factor": 1.0, "beta_fast": 0.0, "beta_slow": 0.0, "attention_factor": 0.0}
     for name, low in least.items():
         value = getattr(yarn, name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether a GPU, and the package of kernels that a --*-backend flag names, can be used here.
+"""Check whether a GPU, and the package of kernels that a --*-backend flag names, can be used.
 
-Weft runs without any of them. The packages are NVIDIA apex and Transformer Engine; each may
-be missing, built for another torch, or of no use on a device or for a dtype.
+Weft runs without any of them. The packages are NVIDIA apex and Transformer Engine; each may be
+missing, built for another torch, or not support a device or a dtype.
 """
 
 import importlib
@@ -25,7 +25,7 @@ NAMES = {
 FUSED_ADAM = {"apex": "apex.optimizers", "te": "transformer_engine.pytorch.optimizers"}
 TE_KERNELS = "transformer_engine_torch"  # importing transformer_engine.pytorch loads it
 APEX_NORM = "fused_layer_norm_cuda"
-# what must be importable, in this order; "module:name" needs the name in the module, too
+# modules that must be importable, in this order; "module:name" also needs the name in the module
 NEEDS = {
     ("--norm-backend", "apex"): (APEX_NORM,),
     ("--norm-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
@@ -36,11 +36,11 @@ NEEDS = {
 
 
 def own_gpu(launch: Launch) -> torch.device:
-    """Make this rank's GPU the current one, and return it. Raises ValueError where there is none.
+    """Make this rank's GPU the current one, and return it. Raises ValueError if there is none.
 
-    Triton launches a kernel on the current GPU, whatever its tensors are on
-    (triton/runtime/jit.py), and torch's page-locked memory is of that one. A process may see fewer
-    GPUs than its node has ranks: srun may give each a GPU of its own, which then is number 0.
+    Triton launches kernels on the current GPU, wherever their tensors are (triton/runtime/jit.py),
+    and torch allocates page-locked memory for that GPU. A process may see fewer GPUs than its node
+    has ranks: srun may assign each its own GPU, which is then number 0.
     """
     count = torch.cuda.device_count()
     if not count:
@@ -51,9 +51,9 @@ def own_gpu(launch: Launch) -> torch.device:
 
 
 def unusable_gpu() -> str:
-    """Return why torch cannot use a GPU that is here, or "": it can, none is, or all are hidden.
+    """Return why torch cannot use a present GPU; "" if it can, or if there is none or it is hidden.
 
-    CUDA_VISIBLE_DEVICES hides them if it is empty or -1.
+    CUDA_VISIBLE_DEVICES hides all GPUs if it is empty or -1.
     """
     visible = visible_gpus()
     if torch.cuda.is_available() or hides_gpus(visible):
@@ -72,9 +72,9 @@ def unusable_gpu() -> str:
 
 
 def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return why `flag backend` cannot be followed for `dtype` on such a device, or "" if it can.
+    """Return why `flag backend` cannot be used for `dtype` on such a device, or "" if it can.
 
-    dtype: what the kernels compute in; for --optimizer-backend, of the masters. Imports the
+    dtype: of the kernels' computation; for --optimizer-backend, of the masters. Imports the
     package, so call it for the chosen backend only.
     """
     own = OWN[flag]
@@ -102,7 +102,7 @@ def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> st
 
 
 def needs_fp32(backend: str, dtype: torch.dtype) -> str:
-    """Return the sentence that refuses masters of `dtype` for a backend of the optimizer."""
+    """Return the error message for masters of `dtype` with a backend of the optimizer."""
     name = str(dtype).removeprefix("torch.")
     return (
         f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "

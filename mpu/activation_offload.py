@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep a layer's activations in host memory until its backward (`--cpu-offload-activations`).
 
-A unit is a layer, or the layers that `--recompute-method uniform` recomputes together. What
-autograd saves in a unit's forward is copied down to the host under the next unit's forward, and
-back up under the backward of the unit after it:
+A unit is a layer, or the layers that `--recompute-method uniform` recomputes together. The tensors
+that autograd saves in a unit's forward are copied down to the host during the next unit's forward,
+and back up during the backward of the next unit:
 
-    compute    F 0 | F 1     | F 2 ...   B 2          | B 1          | B 0
+    compute    F 0 | F 1     | F 2 ...   B 2      | B 1      | B 0
     down             unit 0    unit 1
-    up                                   unit 1 comes   unit 0 comes
+    up                                   unit 1     unit 0
 
-So the device stores two units' tensors at most, whatever the number of layers. The last unit of a
-stage stays there: its backward comes first. Bytes are copied, so no bit of a result changes.
+So the device stores the tensors of at most two units, for any number of layers. The last unit of a
+stage is not offloaded, as its backward runs first. Bytes are copied, so no bit of a result changes.
 
-`saved_tensors_hooks` (torch.autograd.graph) shows what is saved, since attention's operators save
-by themselves; everything else happens at a unit's end, in `_Boundary` and in `offloaded`. On a CPU
-the same code makes plain copies. On an H200 small models had equal bits (docs/gpu-results.md).
+`saved_tensors_hooks` (torch.autograd.graph) intercepts the saved tensors, since attention's
+operators save tensors internally; everything else happens at a unit's end, in `_Boundary` and
+`Offload.run`. On a CPU the same code makes plain copies. On an H200 small models had equal bits
+(docs/gpu-results.md).
 """
 
 from collections import deque
@@ -32,17 +33,17 @@ Event = torch.cuda.Event | None  # None on a CPU
 
 
 class Stored:
-    """One storage that a unit's tensors lie in: on the device, in host memory, or for a while both.
+    """A storage of a unit's saved tensors: on the device, in host memory, or temporarily in both.
 
-    flat: all of it as a tensor [n], None while it is in host memory alone. host: the bytes that
-    hold it there, of which it may need fewer.
+    flat: all of it as a tensor [n]; None while it is only in host memory. host: its buffer there,
+    which may be larger.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Tensor | None = flat
         self.host: Tensor | None = None
         self.size, self.dtype, self.nbytes = flat.numel(), flat.dtype, flat.nbytes
-        self.version = version_of(flat)  # when it went down
+        self.version = version_of(flat)  # at the copy to the host
 
     @property
     def on_host(self) -> Tensor:
@@ -73,10 +74,11 @@ class _View(NamedTuple):
 
 
 class HostCopies:
-    """Copy storages between the device and page-locked host memory, on two streams of its own.
+    """Copies storages between the device and page-locked host memory, on two separate streams.
 
-    Host memory is pooled and used again: buffers of one size, the oldest first. Sizes that change
-    from step to step, such as of the rows of experts, share buffers (`buffer_bytes`).
+    Host memory is pooled and reused: buffers of one size, the oldest first. Sizes that change from
+    step to step, such as those of the rows of experts, are rounded to share buffers
+    (`buffer_bytes`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,10 +89,10 @@ class HostCopies:
         if device.type == "cuda":
             self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._host = HostMemory(device.type == "cuda")
-        self.host_bytes = 0  # of the pool and of what is out of it
+        self.host_bytes = 0  # of all buffers, in the pool and in use
 
     def down(self, stored: Sequence[Stored]) -> Event:
-        """Start to copy storages to the host; return what marks the end."""
+        """Start to copy storages to the host; return an event that marks the end."""
         if self._down:
             self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._down):
@@ -103,10 +105,10 @@ class HostCopies:
         return self._down.record_event() if self._down else None
 
     def up(self, stored: Sequence[Stored]) -> Event:
-        """Start to copy storages to the device; return what marks the end."""
+        """Start to copy storages to the device; return an event that marks the end."""
         for each in stored:
             each.flat = torch.empty(each.size, dtype=each.dtype, device=self.device)
-        if self._up:  # what used this memory before is on the current stream
+        if self._up:  # earlier users of this memory are on the current stream
             self._up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._up):
             for each in stored:
@@ -120,7 +122,7 @@ class HostCopies:
         return event
 
     def wait(self, event: Event) -> None:
-        """Let the current stream wait for an end."""
+        """Make the current stream wait for an event."""
         if event:
             event.wait(torch.cuda.current_stream(self.device))
 
@@ -140,11 +142,12 @@ def buffer_bytes(nbytes: int) -> int:
 
 
 class Offload:
-    """Which units' saved tensors are stored in host memory, and how they are copied there.
+    """Selects the saved tensors to store in host memory, and copies them.
 
-    A stage's last unit always stays. modules: of a layer, by its module's name in the layer
-    ("attention.qkv", "mlp"; "" the layer itself); empty for all. What a module saves is what its
-    own forward saves, without its submodules'. min_size: tensors of fewer elements stay.
+    A stage's last unit is never offloaded. modules: names of modules in a layer ("attention.qkv",
+    "mlp"; "" is the layer itself), whose tensors are offloaded; empty: all. Tensors of a module are
+    those saved in its own forward, not in its submodules'. min_size: tensors with fewer elements
+    stay on the device.
     """
 
     def __init__(
@@ -158,27 +161,27 @@ class Offload:
         self.running = RunningModule()
 
     def chooses(self, tensor: Tensor) -> bool:
-        """Return whether a tensor that the running module saves may go to host memory."""
+        """Return whether a tensor that the running module saves may be offloaded."""
         here = not self.modules or self.running.name in self.modules
         numbers = tensor.is_floating_point() or tensor.dtype == torch.uint8  # rows of float8
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return here and numbers and size >= self.min_size
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves of a tensor that stays on the device."""
+        """Return the object that autograd saves for a tensor that stays on the device."""
         return tensor
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor again."""
+        """Return the tensor that `pack` was given."""
         tensor: Tensor = packed
         return tensor
 
     def run(
         self, units: Sequence[tuple[Sequence[Any], Callable[..., Tensor]]], h: Tensor, *shared: Any
     ) -> Tensor:
-        """Run units one after another, h = run(h, *shared); units: each one's layers, and its run.
+        """Run units one after another, h = run(h, *shared); units: (layers, run) of each.
 
-        What they share (the tables of RoPE) and their parameters stay on the device.
+        `shared` (the RoPE tables) and parameters stay on the device.
         """
         if not torch.is_grad_enabled():
             for _, run in units:
@@ -204,7 +207,7 @@ class Offload:
 
 
 class _Unit:
-    """The tensors that one unit has saved of one micro-batch."""
+    """The tensors that one unit has saved for one micro-batch."""
 
     def __init__(
         self, offload: Offload, layers: Sequence[Any], h: Tensor, shared: Sequence[Any]
@@ -212,9 +215,9 @@ class _Unit:
         self.offload, self.copies = offload, offload.copies
         self.parameters = [p for layer in layers for p in getattr(layer, "parameters", tuple)()]
         given = [x for x in shared if isinstance(x, Tensor)]
-        if h.is_leaf and h.requires_grad:  # a message, which the engine keeps for its gradient
+        if h.is_leaf and h.requires_grad:  # a received input, which the engine keeps anyway
             given.append(h)
-        # a storage that lives no more leaves its key to another one, so these stay referenced
+        # keep references, as another storage could reuse the id of a freed one
         self.on_device = {id(x.untyped_storage()): x.untyped_storage() for x in given}
         self.stored: dict[int, Stored] = {}
         self.offloaded: list[Stored] = []
@@ -222,13 +225,13 @@ class _Unit:
         self.came: Event = None
 
     def pack(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves."""
+        """Return the object that autograd saves for a tensor; record its storage."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        if any(id(p.untyped_storage()) == key for p in self.parameters):  # as it lies now
+        if any(id(p.untyped_storage()) == key for p in self.parameters):  # in its current storage
             return self.offload.pack(tensor)
         if key in self.on_device or not self.offload.chooses(tensor):
-            self.on_device[key] = storage  # so it would not help to copy it for another module
+            self.on_device[key] = storage  # offloading it for another module would free nothing
             return self.offload.pack(tensor)
         stored = self.stored.get(key)
         if stored is None:
@@ -239,7 +242,7 @@ class _Unit:
         return _View(stored, tensor.dtype, shape, stride, at, version_of(tensor))
 
     def unpack(self, packed: Any) -> Tensor:
-        """Give a tensor back to autograd."""
+        """Return the tensor to autograd."""
         return packed.tensor() if isinstance(packed, _View) else self.offload.unpack(packed)
 
     def send(self) -> None:
@@ -254,7 +257,7 @@ class _Unit:
         self.sent = self.copies.down(self.offloaded)
 
     def leave(self) -> None:
-        """Free the device's memory, at the end of the next unit's forward."""
+        """Free the device memory, at the end of the next unit's forward."""
         self.copies.wait(self.sent)
         for stored in self.offloaded:
             stored.flat = None
@@ -264,13 +267,13 @@ class _Unit:
         self.came = self.copies.up(self.offloaded)
 
     def arrive(self) -> None:
-        """Let this unit's backward wait for its tensors, which from now on only it keeps."""
+        """Make this unit's backward wait for its tensors; drop all other references to them."""
         self.copies.wait(self.came)
         self.offloaded = []
 
 
 class _Boundary(torch.autograd.Function):
-    """The end of a unit: identity in forward; its backward comes before that of the unit."""
+    """The end of a unit: identity in forward; its backward runs before that of the unit."""
 
     @staticmethod
     def forward(saved_ctx: Any, h: Tensor, own: _Unit | None, before: _Unit | None) -> Tensor:
@@ -287,7 +290,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class RunningModule:
-    """Which module of a layer runs its forward, by its name in the layer; "" is the layer."""
+    """Tracks which module of a layer runs its forward, by name in the layer; "" is the layer."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -298,7 +301,7 @@ class RunningModule:
         return self._names[-1] if self._names else ""
 
     def follow(self, layers: Sequence[Any]) -> None:
-        """Watch the modules of these layers, from now on."""
+        """Track the modules of these layers, from now on."""
         for layer in layers:
             if isinstance(layer, nn.Module) and id(layer) not in self._followed:
                 self._followed.add(id(layer))

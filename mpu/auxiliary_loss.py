@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add an auxiliary loss to the training loss from inside a block, on any schedule.
+"""Add an auxiliary loss to the training loss from inside a block, with any schedule.
 
     h = ctx.auxiliary_loss(h, 0.01 * h.square().mean(-1).sum())
 
@@ -7,14 +7,14 @@
     backward   the loss gets the gradient 1 / (tokens of the global batch), so it is a mean over all
                of them; its value is added to this rank's sum
 
-A pipeline stage hands on hidden states alone, and its backward starts from their gradient. So the
-loss is tied to the hidden states, as Megatron's MoEAuxLossAutoScaler does it. Every backward runs
-once for each micro-batch, also where blocks are recomputed, so values are counted there. A pass
-without backward (evaluation) counts none.
+A pipeline stage sends only hidden states, and its backward starts from their gradient. So the loss
+is attached to the hidden states, as in Megatron's MoEAuxLossAutoScaler. Every backward runs once
+for each micro-batch, even if blocks are recomputed, so values are recorded there. A pass without
+backward (evaluation) records none.
 
-Where a mask leaves c of the n tokens of the global batch in the main loss, one factor n / c
-corrects all gradients after backward, and all sums of losses are divided by c. Blocks do not know
-the mask, so their losses are of all tokens: they are multiplied by c / n before.
+If a mask leaves c of the n tokens of the global batch in the main loss, one factor n / c corrects
+all gradients after backward, and all sums of losses are divided by c. Blocks do not have the mask,
+so their losses cover all tokens: they are multiplied by c / n before.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ COUNT = Label("token count", "loss sum")
 
 
 class AuxiliaryLosses:
-    """A run's auxiliary losses: what scales their gradients, and the sum of their values.
+    """A run's auxiliary losses: the scale of their gradients, and the sum of their values.
 
-    share: of a step's tokens that are not masked, a scalar in fp64; None: there is no mask. mean:
-    of the last step, on every rank; None before the first.
+    share: the fraction of a step's tokens that are not masked, a scalar in fp64; None: no mask.
+    mean: of the last step, on every rank; None before the first.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class AuxiliaryLosses:
         self.mean: Tensor | None = None
 
     def mask(self, counted: int, tokens: int, axis: Axis, device: torch.device) -> None:
-        """Say before a step's backward that `counted` of this rank's tokens are in the main loss.
+        """Set, before a step's backward, the number of this rank's tokens in the main loss.
 
-        tokens: of the global batch, over the ranks of `axis`, all of which call it.
+        tokens: of the global batch, over the ranks of `axis`. Collective over `axis`.
         """
         rows = torch.full((1,), counted, dtype=torch.float64, device=device)  # no copy from host
         self.share = sum_in_order(rows, axis, COUNT)[0].clamp(min=1) / tokens
@@ -55,16 +55,16 @@ class AuxiliaryLosses:
         self.tokens, self.sums = tokens, {}
 
     def add(self, loss: Tensor, axes: tuple[Axis, ...]) -> None:
-        """Count the value of one loss of one micro-batch, of the tokens that are not masked."""
+        """Add the value of a loss of one micro-batch over the tokens that are not masked."""
         value = loss.detach().double()
         self.sums[axes] = self.sums[axes] + value if axes in self.sums else value
 
     def add_of_all(self, loss: Tensor, axes: tuple[Axis, ...]) -> None:
-        """Count the value of one loss of one micro-batch, of all its tokens."""
+        """Add the value of a loss of one micro-batch over all its tokens."""
         self.add(loss if self.share is None else loss.detach().double() * self.share, axes)
 
     def take(self) -> Tensor | float:
-        """Return the sum of this rank's values since `begin`, whole over its tp ranks; fp64."""
+        """Return the fp64 sum of this rank's values since `begin`, complete over its tp ranks."""
         sums, self.sums = self.sums, {}
         total: Tensor | float = 0.0
         for axes, value in sums.items():
@@ -75,8 +75,8 @@ class AuxiliaryLosses:
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """Return x; in backward give `loss` its gradient and count its value: recomputation runs
-    forward twice.
+    """Return x; in backward return the gradient of `loss` and record its value (not in forward,
+    which recomputation runs twice).
     """
 
     @staticmethod

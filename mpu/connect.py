@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose what carries each axis: memory that its ranks share, or the process group.
+"""Choose the transport of each axis: memory shared by its ranks, or the process group.
 
-Start-up calls each function once, after the process groups exist and before the first step. Each
-returns lines for the log: what carries an axis, or why memory does not.
+Startup calls each function once, after the process groups exist and before the first step. Each
+returns lines for the log: the transport of an axis, or why it cannot be shared memory.
 """
 
 from dataclasses import replace
@@ -20,10 +20,10 @@ from mpu.kernels import available
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Send gathers and sums of CPU tensors through shared memory: of tp, cp, dp_cp, ep and edp, of
-    their parts, and of the world.
+    """Use shared memory for the collectives of CPU tensors over tp, cp, dp_cp, ep and edp, their
+    parts, and the world.
 
-    Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
+    Collective over the world. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
     parts = ("tp_kv", "dp_cp_shard", "dp_cp_replicate")
@@ -52,11 +52,11 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
 
 
 def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:
-    """Give the tp axis the GPU memory that its overlap kernels share. Collective over tp.
+    """Set up the GPU memory that overlap kernels of the tp axis share. Collective over tp.
 
-    Not in a pipeline: a kernel that waits for a peer's rows keeps its SMs, and the message that the
-    peer waits for may need them. The kernels leave SMs for NCCL, but that this is enough has not
-    been measured (training/flags/rules.py refuses `symmetric` there).
+    Not with a pipeline: a kernel that waits for a peer's rows occupies its SMs, and the message for
+    which the peer waits may need them. The kernels leave SMs for NCCL, but it has not been measured
+    that these are enough (training/flags/rules.py rejects `symmetric` there).
     """
     if grid.tp.size == 1:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerContext: the one frozen object from which a layer learns of ranks, devices and dtypes."""
+"""LayerContext: the one frozen object that gives a layer its ranks, device and dtypes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from mpu.param import Placement, Region, parameter
 
 
 class ExpertOptions(NamedTuple):
-    """How a mixture of experts is trained: flags besides its sizes."""
+    """Training options of a mixture of experts: all its flags besides sizes."""
 
     dispatcher: str = "allgather"  # "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py)
     # "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its coefficient
     balance: tuple[tuple[str, float], ...] = ()
     z_coefficient: float = 0.0  # of the router's z-loss
-    force_balance: bool = False  # every expert gets equally many tokens, whatever the router says
-    # in a plan, where tokens have no values: rows of the first rank of ep, over the mean
+    force_balance: bool = False  # every expert gets equally many tokens, ignoring the router
+    # for a plan, where tokens have no values: rows of the first rank of ep, over the mean
     skew: float = 1.0
     bias_update_rate: float = 1e-3  # step of the expert bias (mpu/layers/expert_load.py)
     # of an expert (Capacity in mpu/layers/dispatch.py); None: unlimited
@@ -33,7 +33,7 @@ class ExpertOptions(NamedTuple):
 
     @property
     def drop_policy(self) -> str:
-        """Return how a full expert chooses; copies of an older model/moe.py ask for it."""
+        """Return how a full expert chooses; read by copies of an older model/moe.py."""
         return "probs"
 
 
@@ -49,7 +49,7 @@ class QKClip(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer knows: axes, sequence parallelism, dtypes, device, and where gradients go."""
+    """The environment of a layer: axes, sequence parallelism, dtypes, device, gradient sink."""
 
     grid: Grid = field(default_factory=Grid)
     # activations are cut along s outside of tensor-parallel regions
@@ -87,7 +87,7 @@ class LayerContext:
         object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
 
     def of_layer(self, number: int) -> "LayerContext":
-        """Return this context; copies of an older model/llama.py ask for each layer's."""
+        """Return this context; called by copies of an older model/llama.py."""
         return self
 
     def reduce_axes(self, region: Region) -> tuple[Axis, ...]:
@@ -100,7 +100,7 @@ class LayerContext:
         return (self.tp,) if partial[region] else ()
 
     def replicated_parameter(self, shape: tuple[int, ...], region: Region) -> nn.Parameter:
-        """Return an unset weight that every tp rank holds whole and uses in `region`.
+        """Return an uninitialised weight that is replicated over tp and used in `region`.
 
         Its gradient is summed over the axes over which it is partial there.
         """
@@ -108,8 +108,8 @@ class LayerContext:
         return parameter(place, self.dtype, self.device, self.sink)
 
     def replicated(self, module: nn.Module, region: Region) -> nn.Module:
-        """Return a module of torch's, after saying of its parameters what `replicated_parameter`
-        says of its own: every tp rank holds them whole and uses them in `region`.
+        """Declare the parameters of a torch module as replicated over tp and used in `region`, as
+        `replicated_parameter` does; return the module.
 
         For ParamGrad (docs/library.md), whose gradients are autograd's own.
         """
@@ -126,15 +126,15 @@ class LayerContext:
         """Return x, with which the block must continue; add `loss` to the training loss.
 
         loss: a scalar, the sum over this rank's tokens of the micro-batch; it is divided by all
-        tokens of the global batch, those too that a mask leaves out of the main loss. region: where
-        it was computed; it is partial over tensor-parallel ranks where a weight's gradient would
-        be.
+        tokens of the global batch, including those that a mask leaves out of the main loss. region:
+        where it was computed; the loss is partial over tensor-parallel ranks if a weight's gradient
+        in that region would be.
         """
         if loss.dim():
             raise RuntimeError(f"an auxiliary loss is a scalar, not of shape {tuple(loss.shape)}")
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
         loss = loss.to(self.accumulate)
         if torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad):
-            self.auxiliary_losses.add_of_all(loss, axes)  # there is no backward: all is frozen
+            self.auxiliary_losses.add_of_all(loss, axes)  # everything is frozen: no backward
         y: Tensor = AuxiliaryLoss.apply(x, loss, self.auxiliary_losses, axes)
         return y

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find an NVIDIA GPU's driver without torch, and say why a program cannot use the GPU.
+"""Find an NVIDIA GPU's driver without torch, and explain why a program cannot use the GPU.
 
-It needs the standard library alone: tools/setup_env.py asks it before torch is installed.
+It only needs the standard library: tools/setup_env.py uses it before torch is installed.
 """
 
 import os
@@ -9,14 +9,14 @@ import re
 from pathlib import Path
 
 ROOT = Path("/")
-# The least driver of CUDA's major versions (docs.nvidia.com/deploy/cuda-compatibility, "Minor
-# version compatibility")
+# The oldest driver for each major version of CUDA (docs.nvidia.com/deploy/cuda-compatibility,
+# "Minor version compatibility")
 LEAST = {13: 580, 12: 525}
 OLDER = "https://download.pytorch.org/whl/cu126"  # wheels of torch for CUDA 12
 
 
 def version() -> str:
-    """Return the version of the kernel's NVIDIA driver, "" where none is loaded."""
+    """Return the version of the kernel's NVIDIA driver, or "" if none is loaded."""
     for name, pattern in (
         ("proc/driver/nvidia/version", r"NVRM version:.*?\s(\d+\.\d[\d.]*)"),
         ("sys/module/nvidia/version", r"^(\d+\.\d[\d.]*)"),
@@ -31,15 +31,15 @@ def version() -> str:
 
 
 def device_files() -> "list[Path]":
-    """Return the files of NVIDIA GPUs, /dev/nvidia0 and on."""
+    """Return the device files of NVIDIA GPUs, /dev/nvidia0 and so on."""
     files = (ROOT / "dev").glob("nvidia[0-9]*")
     return sorted(file for file in files if file.name[len("nvidia") :].isdigit())
 
 
 def found() -> str:
-    """Return what of an NVIDIA GPU is on this machine, "" where nothing is.
+    """Return evidence of an NVIDIA GPU on this machine, or "" if there is none.
 
-    A container sees the host's driver in /proc, also where it was given no GPU.
+    A container sees the host's driver in /proc even if it was given no GPU.
     """
     if number := version():
         return f"NVIDIA driver {number}"
@@ -51,7 +51,7 @@ def found() -> str:
 
 
 def too_old(cuda: str) -> str:
-    """Return what to do about a driver that is too old for a CUDA version such as "13.0", or ""."""
+    """Return advice if the driver is too old for a CUDA version such as "13.0", or ""."""
     least = LEAST.get(int(cuda.partition(".")[0] or 0), 0)
     number = version()
     if not number or int(number.partition(".")[0]) >= least:
@@ -62,7 +62,7 @@ def too_old(cuda: str) -> str:
 
 
 def closed() -> str:
-    """Return why no GPU's device file can be opened here, or "" where one can."""
+    """Return why no GPU's device file can be opened, or "" if one can."""
     files, first = device_files(), ""
     if not files and version():
         return (
@@ -77,10 +77,10 @@ def closed() -> str:
 
 
 def why_unusable(torch: str, cuda: "str | None", message: str, visible: "str | None") -> str:
-    """Return why torch sees no CUDA device where an NVIDIA GPU is, in a sentence; "" where none is.
+    """Return a sentence on why torch sees no CUDA device despite an NVIDIA GPU; "" without a GPU.
 
-    torch: its version. cuda: what it is built for, None for a CPU build. message: torch's own
-    sentence. visible: CUDA_VISIBLE_DEVICES, None where it is not set.
+    torch: its version. cuda: the version it is built for, None for a CPU build. message: torch's
+    error message. visible: CUDA_VISIBLE_DEVICES, None if it is not set.
     """
     here, number = found(), version()
     if not here:

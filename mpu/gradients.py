@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where layers put the gradients of their weights, and when these are computed.
+"""The sink to which layers add weight gradients, and the queue that may defer their computation.
 
-A layer never touches `.grad`. In backward it hands its weight gradient to a GradientSink, which
-knows the buckets, the micro-batches and the data-parallel ranks (mpu/zero implements it). A
-pipeline may keep the work of weight gradients in the WeightGradientQueue and run it later.
+A layer never touches `.grad`. In backward it adds its weight gradient to a GradientSink, which
+handles buckets, micro-batches and data-parallel ranks (implemented in mpu/zero). A pipeline may
+keep the computation of weight gradients in the WeightGradientQueue and run it later.
 """
 
 from collections import deque
@@ -13,44 +13,44 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# by how much of the norm gradients of ranks that do the same may differ (docs/numerics.md)
+# allowed difference, relative to the norm, of gradients that should agree (docs/numerics.md)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
-WIDTH, PART = 64, 1 << 20  # numbers of a sketch; elements sketched at a time, a multiple of WIDTH
+WIDTH, PART = 64, 1 << 20  # size of a sketch; elements sketched at a time, a multiple of WIDTH
 
 
 class StepState:
-    """What layers note during a step besides gradients, and what follows from it at its end.
+    """State besides gradients that layers record during a step, and its processing at the end.
 
-    The amaxes of delayed float8 (mpu/layers/float8/delayed.py), the tokens of each expert
-    (mpu/layers/expert_load.py) and the largest attention logits (mpu/layers/attention/
-    max_logits.py) are some. All ranks that share a layer have the same, in the same order.
+    Examples are the amaxes of delayed float8 (mpu/layers/float8/delayed.py), the tokens of each
+    expert (mpu/layers/expert_load.py) and the largest attention logits (mpu/layers/attention/
+    max_logits.py). All ranks that share a layer have the same step states, in the same order.
     """
 
     def begin_step(self) -> None:
-        """Forget what was noted since the last step."""
+        """Discard everything recorded since the last step."""
 
     def end_step(self, found_inf: Tensor) -> None:
-        """Agree with other ranks, before the update. found_inf: 1.0 where that is skipped."""
+        """Reduce over ranks, before the update. found_inf: 1.0 if the update is skipped."""
 
     def row_factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield what multiplies rows of weights after the update: (weight, factor of each row)."""
+        """Yield (weight, factor of each row): factors to multiply rows by after the update."""
         yield from ()
 
     def loaded(self) -> None:
-        """Go on from what a checkpoint was read into."""
+        """Resume after a checkpoint was loaded into this state."""
 
 
 S = TypeVar("S", bound=StepState)
 
 
 class GradientSink:
-    """Where layers put weight gradients: one main gradient a parameter.
+    """The object to which layers add weight gradients: one main gradient per parameter.
 
-    This base class keeps each in a tensor of its own and knows nothing of other ranks.
-    ParamAndGradBuffer (mpu/zero) keeps them in flat buckets and sums the buckets over ranks.
+    This base class keeps each in a separate tensor, without any other ranks. ParamAndGradBuffer
+    (mpu/zero) keeps them in flat buckets and sums the buckets over ranks.
 
-    watched: whether somebody reads the activations and gradients between layers (ModuleTracker), so
-    that each must be made as a tensor.
+    watched: whether a ModuleTracker reads the activations and gradients between layers, so that
+    each must exist as a tensor.
     """
 
     watched = False
@@ -60,11 +60,11 @@ class GradientSink:
         self.main: dict[nn.Parameter, Tensor] = {}
         self.written: set[nn.Parameter] = set()
         self.step_states: list[StepState] = []
-        # rows of float8 of weights that micro-batches share, by the weight and its role
+        # float8 rows of weights, which micro-batches share, by the weight and its role
         self.weight_rows: dict[tuple[nn.Parameter, str], Tensor] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
+        """Return an uninitialised tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     def acquire(self, param: nn.Parameter) -> Tensor:
@@ -72,25 +72,25 @@ class GradientSink:
         return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
-        """Return whether the weight is whole only between `acquire` and `end_use`."""
+        """Return whether the weight is unsharded only between `acquire` and `end_use`."""
         return False
 
     def end_use(self, param: nn.Parameter) -> None:
-        """Note that the weight is not needed for now: ZeRO stage 3 may free it."""
+        """End a use of the weight, which ZeRO stage 3 may then free."""
 
     def begin_step(self, micro_batches: int = 1) -> None:
-        """Start a step: the first gradient of a parameter overwrites what an earlier step left."""
+        """Start a step: a parameter's first gradient overwrites that of the previous step."""
         self.written.clear()
         self.weight_rows.clear()
         for state in self.step_states:
             state.begin_step()
 
     def state_of(self, kind: type[S]) -> S | None:
-        """Return the step state of a kind, None where layers note nothing of it."""
+        """Return the step state of a class, or None if no layer has registered one."""
         return next((state for state in self.step_states if isinstance(state, kind)), None)
 
     def name_of(self, param: nn.Parameter) -> str:
-        """Return a parameter's name and its module's type for a message: here its shape alone."""
+        """Return a description of a parameter for messages: here only its shape."""
         return f"a weight of shape {list(param.shape)}"
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
@@ -100,9 +100,9 @@ class GradientSink:
         return self.main[param]
 
     def grad_slot(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return (main gradient, fresh) to a caller that is about to add a gradient.
+        """Return (main gradient, fresh) for a caller that is about to add a gradient.
 
-        fresh: nothing has been written in this step, so the caller overwrites instead of adding.
+        fresh: nothing was written in this step yet, so the caller must overwrite instead of adding.
         """
         fresh = param not in self.written
         self.written.add(param)
@@ -121,17 +121,17 @@ class GradientSink:
         main.index_add_(0, rows, grad.to(main.dtype))
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Note that one use of the parameter has added its gradient of one micro-batch."""
+        """Record that one use of the parameter has added its gradient of one micro-batch."""
 
 
 class _Use(torch.autograd.Function):
-    """Identity forward; backward hands the gradient to the sink instead of `.grad`."""
+    """Identity in forward; backward adds the gradient to the sink instead of `.grad`."""
 
     @staticmethod
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
         full_weight = sink.acquire(param)
-        # autograd may keep what it is given, so a weight that may be freed is copied
+        # autograd may save the tensor, so a weight that may be freed is copied
         given = full_weight.clone() if sink.is_sharded(param) else full_weight.view_as(param)
         sink.end_use(param)
         return given
@@ -146,13 +146,13 @@ class _Use(torch.autograd.Function):
 def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
     """Return a parameter for ordinary autograd code; its gradient goes to the sink.
 
-    New layers of a fork use it. At ZeRO stage 3 the result is a copy.
+    For new layers of a fork. At ZeRO stage 3 the result is a copy.
     """
     return _Use.apply(param, sink)
 
 
 class WeightGradientQueue:
-    """Compute weight gradients at once, or defer a backward's work until the pipeline runs it.
+    """Runs the computation of weight gradients at once, or defers it until the pipeline runs it.
 
     The engine runs a stage's W's in the order of the micro-batches, so deferring changes no bit.
     """
@@ -172,15 +172,15 @@ class WeightGradientQueue:
             work()
 
     def later(self, work: Callable[[], None], tensors: Sequence[Tensor] = ()) -> Callable[[], None]:
-        """Return what puts the work of a layer, for another layer's backward to call."""
+        """Return a function that calls `put`, to be called from another layer's backward."""
         return lambda: self.put(work, tensors)
 
     def defers(self, output_layer: bool = False) -> bool:
-        """Return whether the work of a layer, the output layer or another, is deferred now."""
+        """Return whether work, of the output layer or of another one, is deferred at the moment."""
         return self._pending is not None and (self._all or output_layer)
 
     def defer(self, output_layer_only: bool = False) -> None:
-        """Defer the work that is put from now on, of all layers or of the output layer."""
+        """Defer work from now on, of all layers or only of the output layer."""
         assert self._pending is None, "one backward at a time defers"
         self._pending, self._all = deque(), not output_layer_only
 
@@ -193,8 +193,7 @@ class WeightGradientQueue:
 
 @torch.no_grad()  # as in backward
 def run_deferred(works: "deque[Callable[[], None]]") -> None:
-    """Run deferred work, oldest first, and free what each piece references as soon as it is done.
-    """
+    """Run deferred work, oldest first, and free the references of each as soon as it is done."""
     while works:
         works.popleft()()
 
@@ -202,9 +201,9 @@ def run_deferred(works: "deque[Callable[[], None]]") -> None:
 def sketch(gradient: Tensor) -> Tensor:
     """Return WIDTH + 1 numbers in fp64 from which the norm of a difference can be estimated.
 
-    Element i is added, with a random sign, to number i mod WIDTH: the sketches of two gradients are
-    as far apart as the gradients, on average. The signs are the same on every rank. The last number
-    is the norm.
+    Element i is added, with a random sign, to number i mod WIDTH: the distance of two sketches is
+    on average that of the gradients. The signs are the same on every rank. The last number is the
+    norm.
     """
     flat, device = gradient.flatten(), gradient.device
     out = torch.zeros(WIDTH + 1, dtype=torch.float64, device=device)

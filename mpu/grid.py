@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lay the ranks out on axes: a rank's tensor-, context-, data- and pipeline-parallel peers.
 
-The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. tp is fastest, so that its
-ranks sit on one node. `order` (--rank-order) names another nesting, fastest first. An axis is a row
-of that array, a product axis a plane, its ranks ascending. Further axes:
+The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. tp varies fastest, so that
+its ranks share a node. `order` (--rank-order) names another nesting, fastest first. An axis is a
+row of that array, a product axis a plane, with its ranks in ascending order. Further axes:
 
     dp_cp            product of dp and cp; gradients are summed over it
     dp_cp_shard      ranks of dp_cp that share one instance of the distributed optimizer
     dp_cp_replicate  ranks of dp_cp that hold the same part, one in each instance
-    ep, edp          groups of neighbours among a stage's ranks, over which experts are cut, and the
+    ep, edp          ep: groups of adjacent ranks of a stage, over which experts are cut; edp: the
                      ranks at the same place in each group, over which experts' gradients are summed
-    edp_shard, edp_replicate    parts of edp, as those of dp_cp
+    edp_shard, edp_replicate    the same parts of edp as dp_cp_shard and dp_cp_replicate of dp_cp
     tp_dp_cp_shard, ep_edp_shard    product of tp and dp_cp_shard, and of ep and edp_shard: the
                      ranks of a stage that share an instance of the optimizer (`instance`)
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
-    tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
+    tp_kv            adjacent ranks of tp that share a key/value head, if there are fewer heads
+                     than ranks
 
 With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. ep and edp are the
 rank alone too, unless `ep_size` is given, and so are the two products, unless
-`needs_full_matrices`.
+`needs_full_matrices` is set.
 
 A stage (one place on pp) has two views: tp x dp_cp and ep x edp. A parameter is cut over the first
 axis of a view; the ranks of the second hold the same part of it, so its gradient is summed and its
@@ -45,25 +46,25 @@ from mpu.comm.waits import Waits
 from mpu.launch import ASK, Launch, bind_loopback
 from mpu.torch_private import set_timeout
 
-ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
+ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless --rank-order changes it
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
 PRODUCTS = {name: (name,) for name in ORDER} | {
     "pp_back": ("pp",), "dp_cp": ("dp", "cp"), "stage": ("tp", "cp", "dp"), "world": ORDER,
 }  # fmt: skip
 Groups = npt.NDArray[np.intp]  # ranks [groups, size], ascending in each
-# Collectives of these axes run during our own matmuls and are no longer than one matmul: their
-# groups have streams of high priority on NCCL. At equal priority NCCL's kernel, which waits for an
+# Collectives of these axes run during our own matmuls and take no longer than one matmul: on NCCL
+# their groups have high-priority streams. At equal priority NCCL's kernel, which waits for an
 # event of the compute stream, is queued behind all thread blocks of a matmul that does not wait,
-# and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights travel over plain groups:
-# they take as long as many matmuls, and lose the rest of one.
+# and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights use groups of normal
+# priority: their collectives last many matmuls, so a delay by part of one matmul costs little.
 URGENT = ("tp", "tp_kv", "cp", "ep", "pp", "pp_back")
 WATCHDOG_LATER = timedelta(seconds=120)  # than the hang watch
 
 
 def launch_of(world: int) -> Launch:
-    """Return this process's rank in a world of so many, as torch.distributed or the launcher says.
+    """Return this process's rank and world size, from torch.distributed or from the launcher.
 
-    A world of one needs neither. Raises ValueError where nobody says which rank this is.
+    A world of one needs neither. Raises ValueError if neither provides the rank.
     """
     if world == 1:
         return Launch()
@@ -80,9 +81,9 @@ def launch_of(world: int) -> Launch:
 
 
 def group_options(timeout: timedelta, urgent: bool, settings: Mapping[str, Any]) -> Any:
-    """Return the options of a process group of NCCL.
+    """Return the options of an NCCL process group.
 
-    urgent: it has a stream of high priority, unless `settings` say otherwise. settings:
+    urgent: the group has a high-priority stream, unless `settings` override it. settings:
     is_high_priority_stream, and fields of ncclConfig_t (min_ctas, max_ctas, cga_cluster_size,
     net_name).
     """
@@ -96,11 +97,11 @@ def group_options(timeout: timedelta, urgent: bool, settings: Mapping[str, Any])
 
 
 def group_timeout(deadline: timedelta, backend: str) -> timedelta:
-    """Return after how long a backend itself ends a collective that does not end.
+    """Return the timeout after which the backend itself aborts a collective that hangs.
 
-    deadline: after which the hang watch (training/faults) ends the run and names the rank that
-    hangs. NCCL's watchdog aborts the process of every rank that waits. It counts from the enqueue,
-    which is before the watch begins to count, so it has this much longer.
+    deadline: the time after which the hang watch (training/faults) ends the run and names the rank
+    that hangs. NCCL's watchdog aborts the process of every waiting rank. It counts from the
+    enqueue, before the hang watch starts counting, so its timeout is longer by WATCHDOG_LATER.
     """
     return deadline + WATCHDOG_LATER if backend == "nccl" else deadline
 
@@ -109,8 +110,9 @@ class DataAxes(NamedTuple):
     """The data-parallel ranks of some parameters: a stage is `cut` x `every`.
 
     cut: the axis that cuts the parameters, or over which they are replicated. every: the ranks that
-    hold the same part, over which gradients are summed. shard: those of them that share one
-    instance of the distributed optimizer. replicate: those with the same share, one an instance.
+    hold the same part, over which gradients are summed. shard: the ranks of `every` that share one
+    instance of the distributed optimizer. replicate: the ranks of `every` that hold the same
+    optimizer shard, one in each instance.
     """
 
     cut: Axis
@@ -123,15 +125,16 @@ class DataAxes(NamedTuple):
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
-    Raises ValueError where tp x cp x pp do not divide the world, `ep_size` not a stage, `instances`
-    not dp_cp or edp, or fewer `query_groups` not tp.
+    Raises ValueError where tp x cp x pp does not divide the world, `ep_size` does not divide a
+    stage, `instances` does not divide dp_cp or edp, or `query_groups`, if smaller than tp, does not
+    divide tp.
     """
 
     world_size: int = 1
     tp_size: int = 1
     cp_size: int = 1
     pp_size: int = 1
-    # rank and world of this process; default: as torch.distributed or the launcher says
+    # rank and world of this process; default: from torch.distributed or the launcher
     launch: Launch = ASK
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
@@ -160,7 +163,7 @@ class Grid:
                 "give the world's size, or launch=Launch(rank, world)"
             )
         self.dp_size = self.world_size // parts
-        self.waits = Waits()  # of this rank, on every axis
+        self.waits = Waits()  # this rank's waits, on every axis
         self.rank = self.launch.rank
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
@@ -180,17 +183,17 @@ class Grid:
         self.edp_shard, self.edp_replicate = self._instances(self.edp)
         self.tp_dp_cp_shard, self.ep_edp_shard = (self._own(f"{c}_{DATA[c]}_shard") for c in DATA)
         self.tp_kv = self._own("tp_kv")
-        # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
-        # names a group by its ranks and by how many groups its maker has made.
+        # A rank between the ends is alone in embd. It still creates a group in `add_groups`: torch
+        # names a group by its ranks and by the number of groups that the process has created.
         self.embd, self.pp_back = self._own("embd"), self._own("pp_back")
         self.world = self._own("world")
         self.background = replace(self.world, name="background")
 
     def groups(self, name: str) -> Groups:
-        """Return every group of an axis of AXES, or of "stage", not this rank's alone.
+        """Return all groups of an axis of AXES, or of "stage", not only this rank's group.
 
         Groups of a product of "tp", "cp", "dp" and "pp" come in the order of the ranks along the
-        other axes, the fastest one last. Of embd the ranks between the ends are in no group.
+        other axes, the fastest one last. Ranks between the ends of a pipeline are in no embd group.
         """
         if name in PRODUCTS:
             return self._planes(PRODUCTS[name])
@@ -206,7 +209,7 @@ class Grid:
         axis, _, part = name.rpartition("_")
         if axis in DATA.values():
             whole = self.groups(axis)
-            share = whole.shape[1] // self.instances or 1  # or it is the rank alone
+            share = whole.shape[1] // self.instances or 1  # 1: the axis is the rank alone
             return (_inside if part == "shard" else _across)(whole, share)
         cut = name.partition("_")[0]
         assert name == f"{cut}_{DATA[cut]}_shard", name
@@ -233,7 +236,7 @@ class Grid:
         return Axis(name, ranks=(self.rank,))
 
     def _instances(self, data: Axis) -> tuple[Axis, Axis]:
-        """Return the ranks of an axis that share an instance, and those with the same share."""
+        """Return the `shard` and the `replicate` axis (DataAxes) of a data-parallel axis."""
         shard, replicate = f"{data.name}_shard", f"{data.name}_replicate"
         if self.instances == 1 or (data is self.edp and not self.ep_size):
             return data, self._own(replicate)
@@ -257,14 +260,14 @@ class Grid:
         return found
 
     def places(self, cut: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of `instance` as rows: places(cut)[s][c] is at place s of the axis of
-        shares, and at place c of the axis `cut`.
+        """Return the ranks of `instance` as rows: places(cut)[s][c] is at place s of the shard axis
+        and at place c of the axis `cut`.
         """
         rows = {rank: tuple(row) for row in self.groups(cut).tolist() for rank in row}
         return tuple(rows[rank] for rank in self.data(cut).shard.ranks)
 
-    # `pp` carries messages to a higher rank, `pp_back` to a lower one: on NCCL a receive that waits
-    # must not hold up a send the other way.
+    # `pp` carries messages to higher ranks, `pp_back` to lower ones: on NCCL a waiting receive must
+    # not hold up a send in the other direction.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
         "embd", "tp_kv", "ep", "edp", "edp_shard", "edp_replicate",
@@ -274,7 +277,7 @@ class Grid:
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
         """Join the world, then make the groups. Backend None: nccl for CUDA, gloo for CPU.
 
-        timeout: after which a watcher of the run ends a hang (`group_timeout`).
+        timeout: the deadline of the hang watch (see `group_timeout`).
         """
         if self.world_size == 1:
             return self
@@ -282,16 +285,17 @@ class Grid:
         timeout = group_timeout(timeout, self.backend)
         if self.backend == "gloo":
             bind_loopback()
-        # Without a device_id: with one, all messages of a group share the group's one communicator,
-        # where a receive that waits holds up every message behind it. Each pair has its own now.
+        # No device_id: with one, all messages of a group share one communicator, where a waiting
+        # receive holds up every later message. Without it each pair of ranks has its own.
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
         return self.add_groups(device, timeout)
 
     def add_groups(self, device: torch.device, timeout: timedelta) -> "Grid":
-        """Make the process groups: one for each set of ranks. On NCCL pp_back has its own, and so
-        has a set of ranks that an URGENT axis shares with another, the whole world too.
+        """Make the process groups: one for each set of ranks. On NCCL pp_back has a group of its
+        own, and an URGENT axis does not share its group with an axis that is not urgent, even if it
+        spans the whole world.
         """
         staged, nccl = self.backend == "gloo" and device.type == "cuda", self.backend == "nccl"
         groups: dict[tuple[Any, ...], Any] = {}
@@ -325,8 +329,9 @@ class Grid:
     def _meet(self, device: torch.device) -> None:
         """Sum one number over each group, in the order of AXES, which is the same on every rank.
 
-        NCCL makes a group's communicator at its first collective, and all its ranks must be there.
-        In a step one of them may wait meanwhile for a rank that waits for the communicator.
+        NCCL creates a group's communicator at the first collective, in which all its ranks must
+        take part. Inside a step this could deadlock: one of the ranks may be waiting for another
+        that waits for the communicator.
         """
         met = set[int]()
         for name in self.AXES:
@@ -336,10 +341,10 @@ class Grid:
                 barrier(axis, device)
 
     def _meet_neighbours(self, device: torch.device) -> None:
-        """Exchange one number with each pipeline neighbour, each way, edge by edge in one order.
+        """Exchange one number with each pipeline neighbour, in both directions, in a fixed order.
 
-        NCCL makes the connection of two ranks at their first message, and both must be there. In a
-        schedule they are not: a receive is posted long before the peer sends.
+        NCCL connects two ranks at their first message, in which both must take part at once. In a
+        schedule they do not: a receive is posted long before the peer sends.
         """
         edges = [(i, i + 1) for i in range(self.pp.size - 1)]
         edges += [(0, self.pp.size - 1)] if self.pp.size > 2 else []
@@ -352,16 +357,17 @@ class Grid:
                     dist.recv(number, axis.ranks[sender], group=group_of(axis))
 
     def add_background(self, timeout: timedelta) -> None:
-        """Give `background`, the world again for another thread than the trainer's, a gloo group.
+        """Make a gloo group for `background`: the whole world, for a thread besides the trainer's.
 
-        On one group the collectives of two threads could meet in another order on another rank.
+        If two threads shared a group, their collectives could run in different orders on different
+        ranks.
         """
         if self.world_size > 1:
             group = dist.new_group(timeout=timeout, backend="gloo")
             self.background = replace(self.background, transport=ProcessGroupTransport(group))
 
     def carried_by(self, transport: Transport) -> "Grid":
-        """Let one transport carry every axis of AXES that has several ranks."""
+        """Set the transport of every axis of AXES that has several ranks; return the grid."""
         for name in self.AXES:
             axis: Axis = getattr(self, name)
             if axis.size > 1:
@@ -369,13 +375,13 @@ class Grid:
         return self
 
     def traced(self, trace: Trace | None) -> "Grid":
-        """Let `trace` see every collective and message of the axes in AXES."""
+        """Set the trace of all axes in AXES; it receives every collective and message."""
         for name in self.AXES:
             setattr(self, name, replace(getattr(self, name), trace=trace))
         return self
 
     def close(self) -> None:
-        """Leave the process group, if there is one."""
+        """Destroy the process groups, if there are any."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleave two computations of a rank: one runs while the other's bytes are in flight.
+"""Interleave two computations of a rank: one runs while the other's messages are in flight.
 
-    forward of micro-batch i + 1    attention, router, rows leave  |          | experts ...
+    forward of micro-batch i + 1    attention, router, send rows   |          | experts ...
     backward of micro-batch i                                      | combine  |
 
-An exchange of rows between experts is started, then `switch` is called, then it is waited for:
-between the two the other micro-batch computes (`--overlap-moe-expert-parallel-comm`). Each has a
-Python stack of its own, so the backward runs in a second thread, which is the same one for all
-pairs. The two never run at once: one continues when the other switches or ends. So the order of
-what a rank launches and sends depends on the layers alone, and is the same on every rank of a
-stage.
+A layer starts an exchange of rows between experts, calls `switch`, and waits for the exchange when
+`switch` returns: meanwhile the other micro-batch computes (`--overlap-moe-expert-parallel-comm`).
+Each needs its own Python stack, so the backward runs in a second thread, which all pairs share. The
+two never run at the same time: one continues when the other switches or ends. So the order of a
+rank's launches and messages depends only on the layers, and is the same on every rank of a stage.
 
 Every forward of a rank, interleaved or not, runs in the thread that called the engine, and every
-backward on a GPU runs in autograd's thread of that GPU, whichever thread asks for it. So both find
-what torch and its libraries keep for each thread, such as cuDNN's attention plans, as the warm-up
-(training/run/warm_up.py) left it.
+backward on a GPU runs in autograd's thread of that GPU, whichever thread calls it. So both find the
+per-thread state of torch and its libraries, such as cuDNN's attention plans, as the warm-up
+(training/run/warm_up.py) created it.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from mpu.worker import Worker, to_this_gpu
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-# seconds after which a wait lets Python see a signal that came just before it, which woke nothing
+# seconds after which a wait returns to Python, to handle a signal that arrived just before the wait
 SIGNALS = 0.5
 
 
@@ -38,8 +37,8 @@ def _nothing() -> None:
 
 
 class Interleaver:
-    """Whose turn it is: that of the first computation, in the caller's thread, or of the second,
-    in a thread that lives as long as this object. Where only one runs, `switch` does nothing.
+    """Alternates two computations: the first in the caller's thread, the second in a thread that
+    lives as long as this object. If only one runs, `switch` does nothing.
     """
 
     def __init__(self) -> None:
@@ -51,16 +50,16 @@ class Interleaver:
 
     @property
     def two(self) -> bool:
-        """Return whether another computation can go on."""
+        """Return whether there is another computation to switch to."""
         return self._may_run is not None
 
     def switch(self) -> None:
-        """Let the other computation run until it switches or ends.
+        """Run the other computation until it switches or ends.
 
-        Called by the one that runs, in whichever thread: autograd has threads of its own. Raises
-        RuntimeError where the other one has failed.
+        Called by the running one, in any thread, as autograd has its own threads. Raises
+        RuntimeError if the other one has failed.
         """
-        both = self._may_run  # the other one clears it at its end
+        both = self._may_run  # the other computation clears it when it ends
         if both is not None:
             mine, self._now = self._now, 1 - self._now
             both[1 - mine].release()
@@ -76,10 +75,10 @@ class Interleaver:
         second: Callable[[], Second],
         resume: Callable[[], None] = _nothing,
     ) -> tuple[First, Second]:
-        """Return what both return. Raises what the one that fails first raises, after both ended.
+        """Run both; return both results. Raises the error that occurred first, after both ended.
 
-        resume: called in the thread of the one whose turn begins, and at the end in this one. A
-        second one that has not begun when the first one fails does not begin.
+        resume: called in the thread of the computation whose turn begins, and at the end in this
+        thread. If the first computation fails before the second has begun, the second never runs.
         """
         assert self._may_run is None, "two run already"
         both = self._may_run = threading.Semaphore(0), threading.Semaphore(0)
@@ -120,7 +119,7 @@ class Interleaver:
                 try:
                     end(0)
                     ended.wait(SIGNALS)
-                except BaseException as error:  # a signal's: the second ends at its next switch
+                except BaseException as error:  # of a signal: the second ends at its next switch
                     errors.append(error)
                     self._failed = True
             self._may_run, self._failed, self._resume = None, False, _nothing
@@ -129,15 +128,15 @@ class Interleaver:
             if errors:
                 raise errors[0]
         finally:
-            errors.clear()  # a traceback holds this frame, and that all that both computed
+            errors.clear()  # a traceback references this frame, and so all results
         return results[0], results[1]
 
 
 def _as_here() -> contextlib.AbstractContextManager[Any]:
-    """Return what gives another thread what torch keeps for this one: the GPU and its stream, how
-    many threads an operation has, grad mode, autocast, and the modes by which tools watch.
+    """Return a context manager that gives another thread this thread's torch state: the GPU and its
+    stream, the number of threads of an operation, grad mode, autocast, and the modes of tools.
 
-    The GPU comes first: StreamContext.__exit__ goes back to the stream before, and to its GPU
+    The GPU comes first: StreamContext.__exit__ restores the previous stream and its GPU
     (torch/cuda/__init__.py).
     """
     move = to_this_gpu()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the launcher (torchrun, srun, mpirun, ...) says in the environment:
-who this process is, and where the ranks meet. Set there what CUDA, its libraries and torch read
-when they start, unless the user has.
+"""Read the rank, world and rendezvous from the environment that the launcher (torchrun, srun,
+mpirun, ...) has set. Compute the environment variables that CUDA, its libraries and torch read at
+startup, unless the user has set them.
 """
 
 import fnmatch
@@ -13,22 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-# torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
-# torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
+# torch 2.11 to 2.13 read all of these, with the first taking precedence. The last is the newest
+# name; torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 MOST_PORT = 65535
 
-# What lets torch or a library compute a product of fp32 in less, and the value by which it does
-# not. Images set the first (NVIDIA's) and the last (AWS's for Graviton).
+# Variables that let torch or a library compute fp32 products in lower precision, with the values
+# that prevent it. Container images set the first (NVIDIA's) and the last (AWS's for Graviton).
 TF32 = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0",
     "HIPBLASLT_ALLOW_TF32": "0",
 }  # fmt: skip
 NARROW = {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"}
-# What else changes the bits of a run, or how it may run, on a GPU and on a CPU; "*" stands for any
-# ending. docs/numerics.md says what each does. A run names those that are set.
+# Other variables that change the bits of a run, or how it runs, on a GPU and on a CPU; "*" matches
+# any suffix. docs/numerics.md explains each. A run logs those that are set.
 ON_GPU = (
     "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO",
     CONNECTIONS, BLOCKING, CUDNN_LAST, *TF32,
@@ -49,9 +49,9 @@ ON_CPU = (
 
 
 class Names(NamedTuple):
-    """The variables in which a launcher tells a process its rank, the world, and its place on the
-    node. mark: the one that says that this launcher started it. local_world: "" where the launcher
-    says it in other words (`_local_world`).
+    """The variables in which a launcher passes a process its rank, the world size, and its place on
+    the node. mark: the variable that identifies this launcher. local_world: "" if the launcher
+    passes it in another form (`_local_world`).
     """
 
     launcher: str
@@ -67,8 +67,8 @@ def _with(prefix: str, launcher: str) -> Names:
     return Names(launcher, f"{prefix}_RANK", *names)
 
 
-# The first whose world has several ranks counts. mpirun comes before srun, by which it may start
-# its daemons in a SLURM job: the ranks that SLURM counts are then those of the daemons.
+# The first launcher whose world has several ranks is used. mpirun precedes srun, with which it may
+# start its daemons in a SLURM job: SLURM's ranks are then those of the daemons.
 LAUNCHERS = (
     _with("OMPI_COMM_WORLD", "mpirun"),  # Open MPI
     Names("mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
@@ -81,12 +81,12 @@ LAUNCHERS = (
     Names("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Names("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )  # fmt: skip
-# {what other launchers set, which do not say all of it: (variable, its value in a run of one rank)}
+# {variable of a launcher that passes only part of it: (variable, its value in a run of one rank)}
 PARTLY = {
     "PMI_RANK": ("PMI_SIZE", "1"), "PMIX_RANK": ("", ""), "ALPS_APP_PE": ("", ""),
     "PBS_TASKNUM": ("PBS_TASKNUM", "1"), "PBS_NODENUM": ("PBS_NODENUM", "0"),
 }  # fmt: skip
-# {a variable that says who started this process: its name}; the first that is set counts
+# {variable that identifies a launcher: the launcher's name}; the first that is set is used
 MARKS = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     **{names.mark: names.launcher for names in LAUNCHERS},
@@ -96,10 +96,10 @@ SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
+    """The rendezvous of the ranks, from the launcher: MASTER_ADDR and MASTER_PORT.
 
-    agent: torchrun's agent keeps the store, over all restarts. secret: what only this run's ranks
-    know (docs/security.md); b"" where nobody set one.
+    agent: torchrun's agent keeps the store, across restarts. secret: shared by only this run's
+    ranks (docs/security.md); b"" if none is set.
     """
 
     host: str = ""
@@ -122,23 +122,23 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said: this process's rank in the world and on its node, and their sizes."""
+    """This process's rank in the world and on its node, and their sizes, from the launcher."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    launcher: str = ""  # of LAUNCHERS, where its variables said so
-    attempt: int = 0  # restarts before this start, as this node's launcher counts them
-    error_file: str = field(default="", compare=False)  # torchrun's, for what ends this rank
+    launcher: str = ""  # the one of LAUNCHERS whose variables were read, if any
+    attempt: int = 0  # number of earlier restarts, as counted by this node's launcher
+    error_file: str = field(default="", compare=False)  # torchrun's file for this rank's error
     point: Rendezvous = field(default=Rendezvous(), compare=False)
 
     @classmethod
     def from_env(cls) -> "Launch":
         """Read the variables of torchrun (RANK, WORLD_SIZE, ...), or else those of LAUNCHERS; a
-        plain `python` run is a world of one, also in a SLURM job where no step has begun.
+        plain `python` run is a world of one, even in a SLURM job in which no step has begun.
 
-        Raises ValueError, also where another launcher's variables do not say all of it.
+        Raises ValueError, also if an unknown launcher's variables are incomplete.
         """
         e = os.environ
         if {"RANK", "WORLD_SIZE"} & e.keys() or (names := _launcher_of(e)) is None:
@@ -167,7 +167,7 @@ class Launch:
         return replace(launch, point=Rendezvous.from_env()) if launch.world > 1 else launch
 
     def check_rendezvous(self) -> None:
-        """Raise ValueError where several ranks have no address to meet at."""
+        """Raise ValueError if there are several ranks but no rendezvous address."""
         if self.world == 1:
             return
         needed = ("MASTER_ADDR", "MASTER_PORT")
@@ -196,7 +196,7 @@ class Launch:
         )
 
 
-ASK = Launch(-1, 0)  # the default of a Grid: ask the launcher
+ASK = Launch(-1, 0)  # the default of a Grid: read it from the launcher
 
 
 def _number(name: str, default: str | None = None) -> int:
@@ -209,9 +209,9 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _launcher_of(environ: Mapping[str, str]) -> Names | None:
-    """Return the names of the launcher that started this process as one of several ranks, or None.
+    """Return the Names of the launcher that started this process as one of several ranks, or None.
 
-    Raises ValueError where a launcher did that does not say all of LAUNCHERS' variables.
+    Raises ValueError if a launcher did that but does not set all the variables of LAUNCHERS.
     """
     known = [names for names in LAUNCHERS if names.mark in environ]
     several = next((names for names in known if _number(names.world) > 1), None)
@@ -227,7 +227,7 @@ def _launcher_of(environ: Mapping[str, str]) -> Names | None:
 
 
 def _local_world(names: Names) -> int:
-    """Return how many ranks the launcher started on this node. Raises ValueError."""
+    """Return the number of ranks that the launcher started on this node. Raises ValueError."""
     if names.launcher == "srun":
         per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
         return tasks_of_node(per_node, _number("SLURM_NODEID"))
@@ -243,9 +243,9 @@ def _local_world(names: Names) -> int:
 
 
 def tasks_of_node(text: str, node: int) -> int:
-    """Return how many tasks of a SLURM step run on its node `node`. Raises ValueError.
+    """Return the number of tasks of a SLURM step on its node `node`. Raises ValueError.
 
-    text: the tasks of all nodes, as SLURM writes them: "8(x15),4".
+    text: the tasks of all nodes in SLURM's format: "8(x15),4".
     """
     left = node
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
@@ -261,7 +261,7 @@ def tasks_of_node(text: str, node: int) -> int:
 def run_secret(text: str | None, path: str | None) -> bytes:
     """Return the secret of WEFT_SECRET (text) or in the file WEFT_SECRET_FILE (path).
 
-    Returns b"" where neither is set. Raises ValueError, and OSError where the file cannot be read.
+    Returns b"" if neither is set. Raises ValueError, and OSError if the file cannot be read.
     """
     if text is not None and path is not None:
         raise ValueError("WEFT_SECRET and WEFT_SECRET_FILE are both set: set one of them")
@@ -280,7 +280,7 @@ def run_secret(text: str | None, path: str | None) -> bytes:
 
 
 def _content(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO does not keep it waiting
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not block on a FIFO
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -301,21 +301,21 @@ def launched_by() -> str:
 
 
 def shares_cores() -> bool:
-    """Return whether a rank takes only its share of the node's cores, as nobody said how many.
+    """Return whether a rank should use its share of the node's cores, as no number was set.
 
-    torchrun sets OMP_NUM_THREADS=1 where nobody did, which would leave cores idle.
+    torchrun sets OMP_NUM_THREADS=1 if the user did not, which would leave cores idle.
     """
     return launched_by() == "torchrun" and os.environ.get("OMP_NUM_THREADS") in (None, "1")
 
 
 def visible_gpus() -> str | None:
-    """Return what the environment says of the GPUs that this process may see, None if nothing."""
+    """Return the value of the variable that lists the visible GPUs, or None if none is set."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     return next((os.environ[name] for name in names if name in os.environ), None)
 
 
 def hides_gpus(visible: str | None) -> bool:
-    """Return whether it hides every GPU on purpose: "", "-1", or SLURM's word for no device."""
+    """Return whether the list deliberately hides all GPUs: "", "-1", or SLURM's "NoDevFiles"."""
     if visible is None:
         return False
     first = visible.partition(",")[0].strip()
@@ -323,37 +323,37 @@ def hides_gpus(visible: str | None) -> bool:
 
 
 def deprioritizes_cudnn() -> bool:
-    """Return whether the user asks torch to take cuDNN's attention last."""
+    """Return whether the user asks torch to prefer any other attention to cuDNN's."""
     return os.environ.get(CUDNN_LAST) == "1"
 
 
 def launches_block() -> bool:
-    """Return whether the user asks CUDA to wait for each kernel where it is launched."""
+    """Return whether the user asks CUDA to wait for each kernel at its launch."""
     return os.environ.get(BLOCKING, "0") not in ("", "0")
 
 
 def has_one_queue() -> bool:
-    """Return whether all streams share one queue of the GPU, as Megatron's scripts ask for."""
+    """Return whether all streams share one queue of the GPU, as Megatron's scripts request."""
     return os.environ.get(CONNECTIONS) == "1"
 
 
 def bind_loopback() -> None:
-    """Let gloo use the loopback device when all ranks are on this host.
+    """Make gloo use the loopback device if all ranks are on this host.
 
-    Without it gloo resolves the host's own name, which fails on many laptops.
+    Otherwise gloo resolves the host's own name, which fails on many laptops.
     """
     if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, str]:
-    """Return what to add before torch is imported, for torch, CUDA and torch's allocator on it.
+    """Return the variables to set before torch is imported, for torch, CUDA and the allocator.
 
-    argv: the run's command line, which says whether CUDA must load all kernels when it starts
-    (`loads_eagerly`). Expandable segments grow in place, so freed memory of another size is not
-    lost to them; torch's symmetric memory does not come from that allocator. What the user has set
-    stays, but what would compute fp32 in less: torch and oneDNN read that when they are loaded,
-    NVIDIA's libraries when CUDA starts.
+    argv: the run's command line, from which it follows whether CUDA must load all kernels at
+    startup (`loads_eagerly`). Expandable segments grow in place, which avoids fragmentation by
+    freed memory of other sizes; torch's symmetric memory does not use that allocator. Variables set
+    by the user are kept, except those that would compute fp32 in lower precision: torch and oneDNN
+    read these when they are loaded, NVIDIA's libraries when CUDA starts.
     """
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
     if loads_eagerly(argv):
@@ -365,10 +365,10 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
 
 
 def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, str]:
-    """Return what must be set so that a product of fp32 is computed in fp32.
+    """Return the variables that must be set so that fp32 products are computed in fp32.
 
-    argv: the command line, in which --allow-tf32 allows TF32. Names that are not in the environment
-    are left out: without them fp32 is fp32.
+    argv: the command line, in which --allow-tf32 allows TF32. Variables that are not in the
+    environment are left out, as their default is fp32.
     """
     allowed = any(word.replace("_", "-") == "--allow-tf32" for word in argv)
     exact = NARROW if allowed else TF32 | NARROW
@@ -376,18 +376,18 @@ def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, s
 
 
 def rounding_variables() -> list[str]:
-    """Return the names in the environment that `as_fp32` sets, whoever has set them."""
+    """Return the variables of `as_fp32` that are in the environment, set by it or by the user."""
     return [name for name in (*TF32, *NARROW) if name in os.environ]
 
 
 def loads_eagerly(argv: Sequence[str]) -> bool:
-    """Return whether a run must load all kernels when CUDA starts, as its command line says.
+    """Return whether a run with this command line must load all kernels when CUDA starts.
 
-    By default CUDA loads each at its first launch, which may wait for kernels that run: in a
+    By default CUDA loads each kernel at its first launch, which may wait for running kernels: in a
     pipeline for a receive whose sender waits for this rank, under --tp-comm-overlap symmetric for a
     kernel that waits for another rank's flag. Loading all of them takes seconds and several hundred
-    MB of each GPU (pytorch/pytorch#86509), so other runs do without. CUDA reads the setting when it
-    starts, which the rules of the command line may cause: so this looks at the words themselves.
+    MB of each GPU (pytorch/pytorch#86509), so other runs do not. CUDA reads the setting when it
+    starts, which may be before the command line is parsed: so this looks at its raw words.
     """
     words = [part for word in argv for part in word.split("=", 1)]
     values = {}
@@ -400,22 +400,22 @@ def loads_eagerly(argv: Sequence[str]) -> bool:
 
 
 def set_deterministic() -> None:
-    """Choose, before CUDA starts, a cuBLAS workspace and an NCCL algorithm whose bits repeat.
+    """Set, before CUDA starts, a cuBLAS workspace and an NCCL algorithm with reproducible bits.
 
-    Ring, as in Megatron: its order of additions is that of the ranks on the ring. NVLS adds in the
-    switch, and the choice between algorithms may differ between runs. What the user has set stays.
+    Ring, as in Megatron: it adds in the order of the ranks on the ring. NVLS adds in the switch,
+    and the choice between algorithms may differ between runs. Variables set by the user are kept.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def cuda_settings() -> list[str]:
-    """Return the line that tells what of ON_GPU the environment says now."""
+    """Return a log line with the variables of ON_GPU that are set; empty if there are none."""
     return _settings("environment of CUDA", ON_GPU)
 
 
 def cpu_settings() -> list[str]:
-    """Return the line that tells what of ON_CPU the environment says now."""
+    """Return a log line with the variables of ON_CPU that are set; empty if there are none."""
     return _settings("environment of the CPU's libraries", ON_CPU)
 
 

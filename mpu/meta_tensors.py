@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model on meta tensors, which have shapes and no memory, fast and as its kernels would.
+"""Run a model on meta tensors, which have shapes but no memory, quickly and as its kernels would.
 
 Torch computes many elementwise operations on meta tensors in Python and first imports SymPy, which
-takes seconds at the start of every run. `MetaOperations` answers the usual operations from their
-shapes. On meta tensors torch composes attention of products of s x s matrices, which flash kernels
-neither compute nor keep; importing this module registers `flash_attention` for them instead.
-
+takes seconds at the start of every run. `MetaOperations` computes the results of common operations
+directly from their shapes. For meta tensors torch implements attention by products of s x s
+matrices, which flash kernels neither compute nor store; importing this module registers
+`flash_attention` for them instead.
 """
 
 import re
@@ -24,13 +24,13 @@ META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
 _COMPARE |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
 
-PRODUCTS = {  # [..., n, k] x [..., k, m]: the place of the first of the two arguments
+PRODUCTS = {  # [..., n, k] x [..., k, m]: the position of the first of the two arguments
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-UNKNOWN = object()  # what `answer` returns where torch must say
+UNKNOWN = object()  # the result of `answer` if torch must compute it
 _REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
 
 
@@ -41,7 +41,7 @@ VALUES = re.compile(
 
 
 def meta_hint(error: BaseException) -> str:
-    """Return what a model's file must do where it fails on meta tensors, or "" for other errors."""
+    """Return advice for a model file that fails on meta tensors, or "" for other errors."""
     text = str(error)
     if "meta" not in text.lower():
         return ""
@@ -55,7 +55,7 @@ def meta_hint(error: BaseException) -> str:
 
 
 class MetaOperations(DispatchMode):
-    """Answer common operations on meta tensors from their shapes, the others as torch does."""
+    """Computes common operations on meta tensors from their shapes, the others by torch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,7 +70,7 @@ def is_block(func: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _kind(func: Any) -> str:
-    """Return which of answer's cases an operation is; "" for none."""
+    """Return the case of `answer` for an operation, or "" if there is none."""
     aten, name = torch.ops.aten, func.overloadpacket.__name__
     if name in ("arange", "stack") or func is aten.cat.default:
         return name
@@ -103,7 +103,7 @@ def _kind(func: Any) -> str:
 
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what an operation returns, or UNKNOWN where torch must say it."""
+    """Return the result of an operation, or UNKNOWN if torch must compute it."""
     kind = _kind(func)
     if not kind:
         return UNKNOWN
@@ -187,7 +187,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of another's dtype; `new_empty` is written in Python for meta tensors."""
+    """Return a tensor with the dtype of `like`; `new_empty` is slow (Python) for meta tensors."""
     return torch.empty(shape, dtype=like.dtype, device=META)
 
 
@@ -227,7 +227,7 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def _broadcast(tensors: list[Tensor]) -> torch.Size:
-    """Return the shape that the tensors have together. Raises RuntimeError where they have none."""
+    """Return the broadcast shape of the tensors. Raises RuntimeError if they do not broadcast."""
     sizes = list(zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1))
     if any(len({*some} - {1}) > 1 for some in sizes):
         shapes = " and ".join(str(list(t.shape)) for t in tensors)
@@ -240,7 +240,7 @@ def _is_value(argument: Any) -> bool:
 
 
 def _common(values: list[Any]) -> torch.dtype:
-    """Return the dtype to which torch promotes these values, the first being a tensor."""
+    """Return the dtype to which torch promotes these values; the first is a tensor."""
     out = values[0]
     for value in values[1:]:
         out = torch.empty((), dtype=torch.result_type(out, value), device=META)
@@ -248,7 +248,7 @@ def _common(values: list[Any]) -> torch.dtype:
 
 
 def _without_gaps(tensor: Tensor) -> list[int]:
-    """Return strides in the same order of a tensor whose elements fill its memory."""
+    """Return gapless strides with the same order of dimensions as the tensor's."""
     strides, step = [0] * tensor.dim(), 1
     for dim in sorted(reversed(range(tensor.dim())), key=tensor.stride):
         strides[dim], step = step, step * max(tensor.shape[dim], 1)
@@ -256,7 +256,7 @@ def _without_gaps(tensor: Tensor) -> list[int]:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory, in some order."""
+    """Return whether a tensor's elements fill its memory without gaps, in some order."""
     need = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -275,7 +275,7 @@ def flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand in for a flash kernel: F.scaled_dot_product_attention of meta tensors.
+    """Replacement for a flash kernel: F.scaled_dot_product_attention on meta tensors.
 
     q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e].
     """
@@ -284,7 +284,7 @@ def flash_attention(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Save what flash kernels save: q, k, v, the output, and a log-sum-exp for each query."""
+    """Saves the same tensors as flash kernels: q, k, v, the output, and a log-sum-exp per query."""
 
     @staticmethod
     def forward(f: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a model through a training step: which module runs, in which phase, on which tensors.
+"""Track a model through a training step: which module runs, in which phase, on which tensors.
 
-tools/explain.py, the rehearsal and the recorder of a step (training/run/watch/recorder.py) read it.
-The trainer and the layers do not know of it.
+tools/explain.py, the rehearsal and the recorder of a step (training/run/watch/recorder.py) use it.
+The trainer and the layers do not depend on it.
 
     forward             hooks before and after each module's forward keep a stack of names
-    backward            the hook after a forward writes the module's name on the autograd nodes of
-                        its graph, where the name of the innermost module is kept
-    weight gradients    a work in the queue is wrapped with the name of the layer that put it there
-    main gradients      the sink is asked each time a parameter's gradient is ready
-    file and line       the Python stack, of which only files and line numbers are read
+    backward            the hook after a forward stores the module's name in the metadata of the
+                        autograd nodes of its graph; the innermost module's name is kept
+    weight gradients    work in the queue is wrapped with the name of the layer that put it there
+    main gradients      the sink's register_grad_ready is wrapped
+    file and line       from the Python stack, of which only files and line numbers are read
 
 Collectives are events of their axis: mpu.comm.transport.Trace receives them.
 """
@@ -29,19 +29,19 @@ from torch.autograd.graph import Node
 from mpu import torch_private
 from mpu.gradients import GradientSink, WeightGradientQueue
 
-# kinds of events, in the order in which a micro-batch comes to them
+# kinds of events, in the order in which they occur in a micro-batch
 INPUT, OUTPUT, OUTPUT_GRAD, MAIN_GRAD = "input", "output", "output gradient", "main gradient"
 FORWARD, RECOMPUTE, BACKWARD, WGRAD = "forward", "recompute", "backward", "wgrad"  # phases
 MARK = "weft: module"  # in the metadata of an autograd node
 
 
 class Event(NamedTuple):
-    """Tensors that a module takes or gives, or a parameter's gradient.
+    """The inputs or outputs of a module, or a parameter's gradient.
 
-    kind: one of those above. name: of the module or of the parameter in the model. of: the module
-    or the parameter. phase: one of those above. tensors: the inputs or outputs in the order of the
-    call, nested ones included; the gradient of one output; the main gradient, to which one
-    micro-batch has just been added.
+    kind: one of the kinds above. name: of the module or of the parameter in the model. of: the
+    module or the parameter. phase: one of the phases above. tensors: the inputs or outputs in the
+    order of the call, including nested ones; the gradient of one output; the main gradient, to
+    which one micro-batch has just been added.
     """
 
     kind: str
@@ -52,9 +52,10 @@ class Event(NamedTuple):
 
 
 class _Running(threading.local):
-    """What runs in a thread. Two interleaved micro-batches have two (mpu/interleave.py).
+    """The modules running in a thread; interleaved micro-batches have two (mpu/interleave.py).
 
-    modules: whose forward runs, outermost first. works: whose weight gradient runs.
+    modules: names of those whose forward runs, outermost first. works: names of those whose weight
+    gradient is being computed.
     """
 
     def __init__(self) -> None:
@@ -63,14 +64,14 @@ class _Running(threading.local):
 
 
 class ModuleTracker:
-    """Follow the modules of a model that trains, from now until `close`.
+    """Tracks the modules of a model in training, from its creation until `close`.
 
-    As torch.utils.module_tracker, and in deferred weight gradients and recomputation too.
+    Like torch.utils.module_tracker, but also in deferred weight gradients and recomputation.
 
-    readers: for each kind of event, the function that is called with it. Of a kind without a reader
-    no event is made. A reader runs within the step, so it must not change a tensor. For readers of
-    inputs and gradients layers make tensors that they would not make otherwise, of the same bits.
-    Raises TorchLacks where torch does not say which autograd node runs.
+    readers: for each kind of event, the function to call. No events are made for a kind without a
+    reader. A reader runs within the step, so it must not change a tensor. For readers of inputs and
+    gradients layers materialise tensors that they would otherwise not, with the same bits. Raises
+    TorchLacks if torch does not provide the running autograd node.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ModuleTracker:
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
             if getattr(module, "output_layer", False) and module.ctx.loss_in_chunks is not None:
-                continue  # it is not called: the loss in chunks takes its weight
+                continue  # it is not called: the loss in chunks uses its weight directly
             enter, leave = partial(self._enter, name), partial(self._leave, name)
             self._hooks += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -104,7 +105,7 @@ class ModuleTracker:
             sink.register_grad_ready = self._is_ready  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop tracking; remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._queue.put = self._put  # type: ignore[method-assign]
@@ -114,7 +115,7 @@ class ModuleTracker:
             self._sink.register_grad_ready = self._ready  # type: ignore[method-assign]
 
     def running(self) -> str:
-        """Return the name of the module that runs, or ""."""
+        """Return the name of the running module, or ""."""
         for names in (self._here.works, self._here.modules):
             if names:
                 return names[-1]
@@ -126,12 +127,12 @@ class ModuleTracker:
         return self._marked
 
     def new_action(self) -> None:
-        """Forget the previous action's module: the nodes behind a stage's output have no mark."""
+        """Forget the previous action's module: nodes after a stage's last module have no mark."""
         self._marked = ""
 
     @property
     def phase(self) -> str:
-        """Return the phase that runs now."""
+        """Return the current phase."""
         if self._here.works:
             return WGRAD
         if self._node() is None:
@@ -140,7 +141,7 @@ class ModuleTracker:
 
     @property
     def in_backward(self) -> bool:
-        """True while autograd runs, recomputation included."""
+        """Return whether autograd's backward is running, including recomputation."""
         return self._node() is not None
 
     def _event(self, kind: str, name: str, of: nn.Module | nn.Parameter, values: Any) -> None:
@@ -189,7 +190,7 @@ class ModuleTracker:
 
 
 def _marks(node: Node) -> dict[str, str]:
-    """Return a node's metadata, which torch's own types call a method."""
+    """Return a node's metadata, which torch's type annotations declare as a method."""
     return cast(dict[str, str], node.metadata)
 
 
@@ -211,18 +212,18 @@ OURS = ("mpu", "model", "training", "pretrain_llama.py")
 NOT_OURS = (
     __file__, torch_private.__file__, str(ROOT / "training" / "run" / "watch" / "recorder.py"),
 )  # fmt: skip
-# what carries or multiplies is not who asks
+# files that implement communication and products, which are never the site of a call
 CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
-# what they do, they do for a layer
+# files that work on behalf of a layer, which are never the site of a use
 SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
 
 
 @cache
 def path_of(file: str, fork: str = "") -> str:
-    """Return a file's path in the repository, or "" for one that is not the trainer's.
+    """Return a file's path in the repository, or "" if it is not part of the trainer.
 
-    This file and the recorder, which only watch, are not, nor is that of torch's names. fork: the
-    model's file where it is not Weft's own; its path is returned as it is.
+    This file, the recorder and torch_private.py do not count as such. fork: the model's file, if it
+    is not Weft's own; its path is returned unchanged.
     """
     if file in NOT_OURS:
         return ""
@@ -234,10 +235,10 @@ def path_of(file: str, fork: str = "") -> str:
 
 
 class Site(NamedTuple):
-    """Where the program is, as file:line; "" outside of the trainer.
+    """The current place in the program, as file:line; "" outside of the trainer.
 
-    call: the innermost line outside of CARRIERS. use: the innermost line outside of SERVANTS, which
-    is a layer's or of the code above the layers. function: the one that `use` stands in.
+    call: the innermost line outside of CARRIERS. use: the innermost line outside of SERVANTS: in a
+    layer or in the code above the layers. function: the function that contains `use`.
     """
 
     call: str = ""
@@ -248,7 +249,8 @@ class Site(NamedTuple):
 def site(fork: str = "", autograd: bool = True) -> Site:
     """Return the current site.
 
-    autograd: where autograd's engine runs no line of a layer, go on to the line that called it.
+    autograd: if no line of a layer is on the stack inside autograd's engine, continue to the line
+    that called the engine.
     """
     call = ""
     frame: FrameType | None = sys._getframe(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""muP, the maximal update parametrisation: a learning rate found at one width is best at others.
+"""muP, the maximal update parametrisation: the best learning rate transfers between widths.
 
     with m = width / base width               standard            muP
     initial spread of hidden matrices         std                 std / sqrt(m)
@@ -9,8 +9,8 @@
     embedding, output layer, norms, biases    the same in both
 
 (Yang et al. 2022, Tensor Programs V, table 8; the rules are Megatron-LM's,
-megatron/core/optimizer/__init__.py.) A model says which of its sizes are widths, in `with_mup` of
-its file; nothing else knows a parameter's name.
+megatron/core/optimizer/__init__.py.) A model file declares in `with_mup` which of its sizes are
+widths; no other code depends on parameter names.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 
 class MuP(NamedTuple):
-    """What the flags of muP say, by the names of Megatron-LM's.
+    """The flags of muP, with Megatron-LM's names.
 
-    output_mult: what logits are multiplied by; 1: 1 / m. base_head_dim: the size of a head at the
-    base width, for which attention is the standard one; 0: its factor is 1 / d.
+    output_mult: the factor of logits; 1: 1 / m. base_head_dim: the size of a head at the base
+    width, at which attention is the standard one; 0: the factor of q k^T is 1 / d.
     """
 
     base_hidden_size: int
@@ -30,21 +30,21 @@ class MuP(NamedTuple):
     base_head_dim: float = 0.0
 
     def width_mult(self, width: int) -> float:
-        """Return m of a width."""
+        """Return m for a width."""
         return width / self.base_hidden_size
 
     def logits_divisor(self, width: int) -> float:
-        """Return what the logits of a model of this width are divided by."""
+        """Return the divisor of the logits of a model of this width."""
         return self.width_mult(width) if self.output_mult == 1.0 else 1 / self.output_mult
 
     def softmax_scale(self, head_size: int) -> float:
-        """Return what q k^T of heads of this size is multiplied by."""
+        """Return the factor of q k^T for heads of this size."""
         return (self.base_head_dim or 1.0) ** 0.5 / head_size
 
 
 class Widths(NamedTuple):
-    """What a model's file says of muP: its sizes with the multipliers in them, and by group of
-    parameters (mpu.param.GROUPS) what AdamW's learning rate and eps are divided by, where not by 1.
+    """A model file's declarations for muP: its sizes, including the multipliers, and the divisors
+    of AdamW's learning rate and eps by parameter group (mpu.param.GROUPS), where not 1.
     """
 
     sizes: Any

@@ -14,7 +14,7 @@ PATH = Path(__file__).resolve().parent.parent / "build" / "weft_native.so"
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Return the library, or None where it was not built (see `reason`)."""
+    """Return the library, or None if it is not built or does not load (see `reason`)."""
     try:
         return ctypes.CDLL(str(PATH))
     except OSError:
@@ -22,7 +22,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def reason() -> str:
-    """Return a sentence that says why `load` returns None, or an empty text."""
+    """Return a sentence on why `load` returns None, or an empty string."""
     if not PATH.exists():
         return f"{PATH.name} is not built: run `make setup` with a C++ compiler on the path"
     try:

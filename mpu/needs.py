@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in one sentence which packages this Python lacks, in place of a traceback, and whether its
-torch is one that Weft runs with. Ctrl-C is one line, and a reader that leaves is none.
+"""Print one sentence instead of a traceback if packages are missing or torch is too old. Ctrl-C
+prints one line, and a closed output pipe prints none.
 
-It needs the standard library alone. A script calls `explain_missing_packages` before its imports.
+It only needs the standard library. A script calls `explain_missing_packages` before its imports.
 """
 
 import atexit
@@ -17,11 +17,11 @@ from types import FrameType, TracebackType
 
 ROOT = Path(__file__).resolve().parent.parent
 MISTAKE = 2  # the exit code
-OLDEST, NEWEST = "2.11", "2.13"  # versions of torch: the least, and what `make test` runs with
+OLDEST, NEWEST = "2.11", "2.13"  # versions of torch: the oldest, and the one of `make test`
 
 
 def release(torch: str) -> tuple[int, int]:
-    """Return the first two numbers of a version of torch; (0, 0) where it does not begin so."""
+    """Return the first two numbers of a version of torch, or (0, 0) if it has another format."""
     found = re.match(r"(\d+)\.(\d+)", torch)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -34,7 +34,7 @@ def too_old(torch: str) -> str:
 
 
 def untested(torch: str) -> str:
-    """Return a line that warns of a version of torch which is newer than all tested ones, or ""."""
+    """Return a warning if a version of torch is newer than all tested ones, or ""."""
     if release(torch) <= release(NEWEST):
         return ""
     return f"torch {torch} is newer than the versions tested, {OLDEST} to {NEWEST}"
@@ -56,7 +56,7 @@ def lacking() -> list[str]:
 
 
 def sentence(module: str) -> str:
-    """Return what to do where a module is not installed in this Python."""
+    """Return a sentence with advice for a module that is not installed in this Python."""
     others = [name for name in lacking() if name != module]
     more = f" (and {', '.join(others)})" if others else ""
     text = f"{sys.executable} has no package {module}{more}"
@@ -68,18 +68,18 @@ def sentence(module: str) -> str:
 
 
 def explain_missing_packages() -> None:
-    """Let a missing package, or a torch that is too old, end this script with one sentence and
+    """Make a missing package, or a torch that is too old, end this script with one sentence and
     exit code 2.
 
-    Ctrl-C ends it with a line, and by SIGINT, as a shell expects (130). It ends without a word
-    where the reader of its output has left, such as `head`.
+    Ctrl-C ends it with a line, and by SIGINT, as a shell expects (130). It ends silently if the
+    reader of its output, such as `head`, has closed the pipe.
     """
     before = sys.excepthook
-    atexit.register(_reader_left)  # what is still buffered is written after this
+    atexit.register(_reader_left)  # runs before buffered output is flushed
     try:
         why = too_old(version("torch"))
     except PackageNotFoundError:
-        why = ""  # what is missing is said when it is imported
+        why = ""  # missing packages are reported when they are imported
     if why:
         sys.exit(_ended(f"{why}: {sys.executable}; `make setup` makes .venv with another"))
 
@@ -99,8 +99,7 @@ def explain_missing_packages() -> None:
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C by a line and the end by this signal, past any `except` of the code it meets.
-    """
+    """Handle Ctrl-C: print a line and end by this signal, bypassing `except` in running code."""
     _say_stopped()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -111,7 +110,7 @@ def _say_stopped() -> None:
 
 
 def _reader_left() -> bool:
-    """Return whether standard output has lost its reader; what is written to it is lost then."""
+    """Return whether the reader of standard output has left; if so, discard further output."""
     look = select.poll()
     try:
         look.register(sys.stdout.fileno(), 0)
@@ -128,6 +127,6 @@ def _program() -> str:
 
 
 def _ended(why: str) -> int:
-    """Print why this script ends; return its exit code."""
+    """Print the reason why this script ends; return its exit code."""
     print(f"{_program()}: {why}", file=sys.stderr, flush=True)
     return MISTAKE

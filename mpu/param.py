@@ -2,7 +2,7 @@
 """Placement: which part of the full tensor a parameter is, and which ranks hold the rest.
 
 A Placement is an attribute of the parameter itself. Checkpoints, initial weights, the global norm
-and the sums of gradients (mpu/zero/reduce.py) all follow from it.
+and the sums of gradients (mpu/zero/reduce.py) are all derived from it.
 """
 
 from collections import Counter
@@ -18,15 +18,15 @@ from mpu.gradients import GradientSink
 
 
 class PlacementError(ValueError):
-    """A parameter is not what its Placement says. The message names it and the remedy."""
+    """A parameter does not match its Placement. The message names it and the remedy."""
 
 
 class Region(Enum):
-    """Where between the collectives a replicated weight is used: what of the activations it meets.
+    """The region in which a replicated weight is used: which part of the activations a rank has.
 
     REPLICATED: every tp rank has all of them, so every rank's gradient is complete.
     SEQUENCE_PARALLEL: hidden states. Under sequence parallelism a rank has its part of s, and its
-        gradient is partial; without it they are replicated.
+        gradient is partial; otherwise they are replicated.
     TENSOR_PARALLEL: between a column- and a row-parallel layer. A rank has its own heads or
         features, so its gradient is always partial.
     """
@@ -40,8 +40,9 @@ class Region(Enum):
 class Piece:
     """A rectangle of a canonical tensor (one that a checkpoint names) that this rank holds.
 
-    Rows [start, start + size) along `dim` of the tensor `name` of full `shape` stand in the local
-    parameter at rows [local, local + size) along `dim`. `size` is 0 where a rank has padding alone.
+    Rows [start, start + size) along `dim` of the tensor `name` of full `shape` are rows
+    [local, local + size) along `dim` of the local parameter. `size` is 0 if a rank only has
+    padding.
     """
 
     name: str
@@ -57,20 +58,20 @@ class Placement:
     """How the full tensor is cut over an axis, and over which axes its gradient is a partial sum.
 
     shape: full logical shape, unpadded, sections stacked along dim 0.
-    dim: the cut dimension; None where every rank holds all of it.
-    axis: the axis that cuts it or, where dim is None, over which it is replicated: tp, or ep for an
-        expert's. Which ranks sum its gradient and share its state follows from it (mpu.grid.DATA).
+    dim: the cut dimension; None if every rank holds all of it.
+    axis: the axis that cuts it or, if dim is None, over which it is replicated: tp, or ep for an
+        expert. It determines which ranks sum its gradient and share its state (mpu.grid.DATA).
     sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up). Each is cut
-        on its own, so that a checkpoint can name q_proj whatever the layout.
-    whole_sections: the axis deals sections out instead of cutting each: rank r holds the r-th of
+        on its own, so that a checkpoint can name q_proj in any layout.
+    whole_sections: the axis distributes sections instead of cutting each: rank r holds the r-th of
         `axis.size` equal runs of them (the matrices of experts).
-    local_size: rows of this rank along `dim`, padding included; unused where dim is None.
+    local_size: rows of this rank along `dim`, including padding; unused if dim is None.
     reduce_axes: axes over which gradients are added before the data-parallel ranks (norm weights
         under sequence parallelism: tp; tied embeddings: embd). LayerContext.replicated_parameter
-        finds them from a Region.
+        derives them from a Region.
     copies: axes over which other ranks hold the same part for another layer (embd).
-    fused: how many neighbours of `sections` one matrix product makes; 0: all of them. qkv: they are
-        queries, keys and values. An optimizer of whole matrices takes sections one by one, or as
+    fused: how many adjacent `sections` one matrix product computes; 0: all of them. qkv: they are
+        queries, keys and values. An optimizer of whole matrices updates sections one by one, or as
         they are fused.
     """
 
@@ -87,39 +88,39 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of this rank's part, padding included."""
+        """Return the shape of this rank's part, including padding."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], self.local_size, *self.shape[self.dim + 1 :])
 
     @property
     def first_holder(self) -> bool:
-        """Return True on the one rank, among those of `holders`, that the norm counts."""
+        """Return True on the one rank, among those of `holders`, that counts it in the norm."""
         return all(axis.rank == 0 for axis in self.holders)
 
     @property
     def holders(self) -> tuple[Axis, ...]:
-        """Return the axes, but for data-parallel ones, over which ranks hold the same part."""
+        """Return the axes, except data-parallel ones, over which ranks hold the same part."""
         return self.copies if self.dim is not None else (self.axis, *self.copies)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """Return this rank's rectangles of the canonical tensors `names`: one per section, or per
         section that it holds.
 
-        Sections with the same name are one tensor, below one another. Raises PlacementError where
+        Sections with the same name form one tensor, stacked along dim 0. Raises PlacementError if
         these are cut by columns.
         """
         sizes = self.sections or (self.shape[0],)
         assert len(names) == len(sizes), (names, self.sections)
         found, local, t, r = [], 0, self.axis.size, self.axis.rank
         rows_of = Counter[str]()  # of each tensor
-        each = []  # a section: its tensor, its rows, its first row there
+        each = []  # for each section: its tensor, its rows, its first row there
         for name, rows in zip(names, sizes, strict=True):
             each.append((name, rows, rows_of[name]))
             rows_of[name] += rows
         if self.dim and len(rows_of) < len(names):
             raise PlacementError(f"{names[0]}: sections that are cut by columns need a name each")
-        if self.whole_sections:  # this rank's run of them, of which nothing is cut
+        if self.whole_sections:  # this rank's run of sections, which are not cut
             run = len(sizes) // t
             each, t, r = each[r * run : (r + 1) * run], 1, 0
         for name, rows, first in each:
@@ -137,7 +138,7 @@ class Placement:
 
 
 def divide(placement_dim: str, size: int, axis: Axis, what: str) -> int:
-    """Return size / axis.size. Raises ValueError, which names `what`, where that is not whole."""
+    """Return size / axis.size. Raises ValueError, which names `what`, if it is not an integer."""
     if size % axis.size:
         raise ValueError(
             f"{what} ({size}) must be a multiple of the {placement_dim} size ({axis.size})"
@@ -151,7 +152,7 @@ def parameter(
     device: torch.device,
     sink: GradientSink | None = None,
 ) -> nn.Parameter:
-    """Return an unset parameter that carries its placement; `sink` allocates its memory."""
+    """Return an uninitialised parameter with its placement; `sink` allocates its memory."""
     empty = torch.empty if sink is None else sink.empty
     param = nn.Parameter(empty(placement.local_shape, dtype=dtype, device=device))
     param.placement = placement  # type: ignore[attr-defined]
@@ -159,18 +160,18 @@ def parameter(
 
 
 def placement_of(param: nn.Parameter) -> Placement:
-    """Return the parameter's placement; a plain nn.Parameter is replicated, its gradient whole."""
+    """Return the parameter's placement; a plain nn.Parameter counts as replicated."""
     return getattr(param, "placement", None) or Placement(tuple(param.shape))
 
 
-# The groups that a model may put a parameter in. The kind says which optimizer and which learning
-# rate are for it, the ending whether weight decay is (training/settings/update_rules.py).
+# The groups that a model may put a parameter in. The first word selects the optimizer and the
+# learning rate, the suffix whether weight decay applies (training/settings/update_rules.py).
 GROUPS = ("matrix", "matrix_no_decay", "vector", "vector_decay", "embedding", "embedding_no_decay")
 PLAIN = ("matrix_no_decay", "vector", "embedding_no_decay")  # those without weight decay
 
 
 def name_groups(module: nn.Module, parameter_group: Callable[[str, nn.Parameter], object]) -> None:
-    """Note each parameter's group, as parameter_group(name, param) of the model's file names it.
+    """Set each parameter's group to parameter_group(name, param) of the model's file.
 
     It may also return (weight decay applies, the decoupled learning rate applies), as model files
     did before groups had names. Raises ValueError for anything else.
@@ -191,7 +192,7 @@ def name_groups(module: nn.Module, parameter_group: Callable[[str, nn.Parameter]
 
 
 def group_of(param: nn.Parameter) -> str:
-    """Return the parameter's group; without a name a matrix or a vector, by its dimensions."""
+    """Return the parameter's group; by default "matrix" or "vector", by its dimensions."""
     return getattr(param, "group", "") or ("matrix" if param.dim() > 1 else "vector")
 
 
@@ -201,26 +202,26 @@ def times(group: str, lr_mult: float, wd_mult: float) -> str:
 
 
 def factors_of(group: str) -> tuple[float, float]:
-    """Return what the learning rate and the weight decay of a group are multiplied by."""
+    """Return the multipliers of a group's learning rate and weight decay."""
     _, *factors = group.split(" ")
     lr_mult, wd_mult = factors or (1.0, 1.0)
     return float(lr_mult), float(wd_mult)
 
 
 def model_group(group: str) -> str:
-    """Return the one of GROUPS that the model named, of a group that `times` may have made."""
+    """Return the member of GROUPS from which `times` may have made a group."""
     return group.partition(" ")[0]
 
 
 def decays(group: str) -> bool:
-    """Return whether weight decay is for a group."""
+    """Return whether weight decay applies to a group."""
     return model_group(group) not in PLAIN
 
 
 def tie(param: nn.Parameter, axis: Axis) -> None:
-    """Mark that the ranks of `axis` hold this weight for other layers: its gradients are added.
+    """Declare that the ranks of `axis` hold this weight for other layers: sum its gradients.
 
-    Raises PlacementError where they are added over that axis already.
+    Raises PlacementError if they are already summed over that axis.
     """
     place = placement_of(param)
     if axis.name in (reduced.name for reduced in place.reduce_axes):
@@ -239,8 +240,8 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) of what torch's state_dict has of buffers: what training sets, but no
-    optimizer. Every rank of a stage holds the same.
+    """Yield (name, buffer) of the buffers in torch's state_dict: state that training changes, but
+    not the optimizer. Every rank of a stage holds the same.
     """
     saved = module.state_dict(keep_vars=True)
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
@@ -251,8 +252,8 @@ def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int
     """Fill with N(0, std^2) drawn per (seed, canonical name) on the unpadded full shape, then cut.
 
     The initial model is thus the same, bit for bit, for every layout (per device type and torch
-    version). Each block of rows has its own generator, so a rank draws only the blocks of which it
-    holds a part. Padding is 0. A meta tensor has no numbers to draw.
+    version). Each block of rows has its own generator, so a rank only draws the blocks of which it
+    holds a part. Padding is 0. Nothing is drawn for a meta tensor.
     """
     param.zero_()
     if param.is_meta:

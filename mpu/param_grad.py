@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients in `param.grad`, for a program that takes mpu's layers and an optimizer of torch's.
+"""Gradients in `param.grad`, for a program that uses mpu's layers with a torch optimizer.
 
     ctx = LayerContext(grid, sequence_parallel=True, sink=(sink := ParamGrad()))
     loss.backward()                      layers add their weights' gradients to `.grad`
     sink.finish_grad_sync(model, grid)   then sum those of norms over tp, and all over dp x cp
     optimizer.step(); optimizer.zero_grad()
 
-A training run has ParamAndGradBuffer (mpu/zero) in its place: flat buckets, ZeRO, sums under
-backward. docs/library.md has the whole program, and what is refused.
+A training run uses ParamAndGradBuffer (mpu/zero) instead: flat buckets, ZeRO, sums that overlap
+backward. docs/library.md has the whole program, and lists the errors that are detected.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from mpu.grid import DATA, Grid
 from mpu.param import PlacementError, placement_of
 from mpu.torch_private import version_of
 
-LOOKS = 10  # steps, at most, in which gradients of replicated weights are compared
+LOOKS = 10  # maximum number of steps in which gradients of replicated weights are compared
 UNSUMMED = (
     "before the gradients were summed over the ranks: call finish_grad_sync(model, grid) after the "
     "last backward of a step and before optimizer.step()"
@@ -57,27 +57,27 @@ Named = list[tuple[str, nn.Parameter]]
 class ParamGrad(GradientSink):
     """A sink whose main gradients are `param.grad`, in the parameters' own dtype.
 
-    A gradient is fresh where `.grad` is None, so that `optimizer.zero_grad()` starts a step. Raises
-    ValueError, in one sentence, where a step would not compute what one process does
-    (docs/library.md); an optimizer of torch's is refused a step before the sums.
+    A gradient is fresh if `.grad` is None, so that `optimizer.zero_grad()` starts a step. Raises
+    ValueError, in one sentence, if a step would not compute the same as one process would
+    (docs/library.md), for example if a torch optimizer steps before the sums.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
         self._drawn: set[nn.Parameter] = set()  # weights that had values at their first use
-        self._added: dict[nn.Parameter, int] = {}  # to which gradients were added; their versions
-        self._sums: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # the last step's
+        self._added: dict[nn.Parameter, int] = {}  # parameters with new gradients; their versions
+        self._sums: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # of the last step
         self._hooked: set[nn.Parameter] = set()
         self._looks, self._undecided = 0, True
         hook = register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for a new weight: of NaN, by which a use before it is drawn is found."""
+        """Return a tensor of NaN for a new weight, so that use before its draw is detected."""
         return torch.full(shape, math.nan, dtype=dtype, device=device)
 
     def acquire(self, param: nn.Parameter) -> Tensor:
-        """Return the weight. Raises ValueError at its first use, where it has no values yet."""
+        """Return the weight. Raises ValueError at its first use if it is not initialised."""
         if param not in self._drawn and not param.is_meta:
             if bool(param.detach().isnan().any()):
                 raise ValueError(
@@ -94,7 +94,7 @@ class ParamGrad(GradientSink):
         return param.grad
 
     def grad_slot(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return (param.grad, fresh), as GradientSink does."""
+        """Return (param.grad, fresh), see GradientSink."""
         self._add_to(param)
         fresh = param.grad is None
         return self.main_grad(param), fresh
@@ -103,13 +103,13 @@ class ParamGrad(GradientSink):
         """Sum every parameter's gradient over the ranks that have a part of it. Collective.
 
         These are the axes of its Placement (norms under sequence parallelism: tp) and the ranks of
-        Grid.data (dp x cp). A sum, not a mean: divide the loss by all ranks' tokens. Call it once
-        a step, after the last backward. A parameter without a gradient on any rank stays without
-        one, and so does a frozen one.
+        Grid.data (dp x cp). It is a sum, not a mean: divide the loss by all ranks' tokens. Call it
+        once per step, after the last backward. A parameter without a gradient on any rank keeps
+        none, as does a frozen one.
 
-        Raises ValueError, on every rank, where a layer has another grid or sink, the call is one
-        too many, or a gradient is sparse; in the first steps PlacementError, where ranks that hold
-        the same parameter have other values of it, or other gradients that no sum makes whole.
+        Raises ValueError, on every rank, if a layer has another grid or sink, if it is called twice
+        in a step, or if a gradient is sparse; in the first steps PlacementError, if ranks that hold
+        the same parameter have different values of it, or gradients that differ but are not summed.
         """
         named = list[tuple[str, nn.Parameter]]()
         for name, param in module.named_parameters():
@@ -147,18 +147,18 @@ class ParamGrad(GradientSink):
                 all_reduce_in_order(grad, axis)
             self._added.pop(param, None)
             self._sums[param] = weakref.ref(grad)
-            if param not in self._hooked:  # autograd adds to it, where no layer of mpu does
+            if param not in self._hooked:  # for gradients that autograd adds, not a layer of mpu
                 self._hooked.add(param)
                 param.register_hook(partial(self._before_autograd, param))
 
     def _was_added_to(self, param: nn.Parameter) -> bool:
-        """Return whether a gradient was added since the sums, by a layer, autograd or by hand."""
+        """Return whether a gradient was added since the last sum, by a layer, autograd or user."""
         known = self._sums.get(param)
         is_sum = known is not None and known() is param.grad
         return param in self._added or (param.grad is not None and not is_sum)
 
     def _add_to(self, param: nn.Parameter) -> None:
-        """Note that a gradient is about to be added. Raises ValueError."""
+        """Record that a gradient is about to be added. Raises ValueError if that is an error."""
         version = version_of(param)
         if self._added.setdefault(param, version) != version:
             raise ValueError(f"{self.name_of(param)} was changed {UNSUMMED}")
@@ -172,10 +172,10 @@ class ParamGrad(GradientSink):
             self._add_to(param)
 
     def _compare(self, named: Named, grid: Grid, device: torch.device) -> None:
-        """Compare what the ranks have of the parameters that each of them holds. Collective.
+        """Compare the ranks' replicas of parameters and of gradients. Collective.
 
-        Raises PlacementError, on every rank, where values differ, at the first call, or gradients
-        that should be whole (mpu/zero/gradient_check.py has the table).
+        Raises PlacementError, on every rank, if values differ (checked at the first call), or
+        gradients that should agree (see the table of mpu/zero/gradient_check.py).
         """
         errors, twice, self._undecided, self._looks = list[str](), "", False, self._looks + 1
         for cut in DATA:
@@ -213,7 +213,7 @@ class ParamGrad(GradientSink):
 
 
 def _before_step(sink: "weakref.ref[ParamGrad]", optimizer: Optimizer, *args: Any) -> None:
-    """Raise ValueError where an optimizer would step by gradients that are not summed yet."""
+    """Raise ValueError if an optimizer would step with gradients that are not summed yet."""
     added = {} if (alive := sink()) is None else alive._added
     if added and any(
         param in added for group in optimizer.param_groups for param in group["params"]
@@ -222,7 +222,7 @@ def _before_step(sink: "weakref.ref[ParamGrad]", optimizer: Optimizer, *args: An
 
 
 def _mistake(module: nn.Module, sink: ParamGrad, grid: Grid, named: Named) -> str:
-    """Return what is wrong with a model on this rank, or ""."""
+    """Return a message about an error in a model on this rank, or ""."""
     for name, part in module.named_modules():
         ctx, what = getattr(part, "ctx", None), f"{name or type(part).__name__} was built with a"
         if getattr(ctx, "sink", sink) is not sink:
@@ -238,7 +238,7 @@ def _mistake(module: nn.Module, sink: ParamGrad, grid: Grid, named: Named) -> st
 def _apart(
     named: Named, axis: Axis, of: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, nn.Parameter, float, float]]:
-    """Yield (name, parameter, how far its tensors of the ranks are apart, their largest norm)."""
+    """Yield (name, parameter, distance between the ranks' tensors, their largest norm)."""
     if axis.size == 1 or not named:
         return
     own = torch.stack([sketch(of(param).detach()) for _, param in named])
@@ -254,7 +254,7 @@ def _tolerance(param: nn.Parameter) -> float:
 
 
 def _exchange(mine: list[Any], grid: Grid, device: torch.device) -> list[Any]:
-    """Return what every rank has to say."""
+    """Return every rank's list."""
     return [
         json.loads(text) for text in gather_bytes(json.dumps(mine).encode(), grid.world, device)
     ]

@@ -2,9 +2,9 @@
 """Activation recomputation (Chen et al. 2016): keep a function's inputs, rerun it in backward.
 
 `full` wraps whole blocks, `selective` only core attention, whose activations are large and cheap
-to make again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no
-generator state to restore. What a layer decides from values, such as which experts a token goes to,
-is decided once: `Decisions` gives the second run what the first one decided.
+to recompute (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no generator
+state to restore. Decisions that depend on values, such as the experts of a token, are made once:
+`Decisions` replays them in the second run.
 """
 
 import threading
@@ -22,18 +22,18 @@ Decision = TypeVar("Decision")
 
 
 class Decisions(threading.local):
-    """What layers decided from values while recomputed blocks ran first, in order.
+    """Records the decisions of layers in the first run of recomputed blocks, in order.
 
-    At most one list is written or read at a time in a thread, as units are not recomputed inside
-    one another. Two interleaved micro-batches have two threads.
+    At most one list is written or read at a time in a thread, as recomputed units are not nested.
+    Two interleaved micro-batches have two threads.
     """
 
     def __init__(self) -> None:
-        self._made: list[Any] | None = None  # by the unit that runs for the first time
-        self._again: Iterator[Any] | None = None  # what it made, for its second run
+        self._made: list[Any] | None = None  # decisions of the unit in its first run
+        self._again: Iterator[Any] | None = None  # its recorded decisions, in the second run
 
     def first(self, run: Callable[..., Tensor], *inputs: Any) -> tuple[Tensor, list[Any]]:
-        """Return run(*inputs) and what layers decide in it."""
+        """Return run(*inputs) and the decisions of its layers."""
         made: list[Any] = []
         self._made = made
         try:
@@ -42,7 +42,7 @@ class Decisions(threading.local):
             self._made = None
 
     def second(self, made: Sequence[Any], run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Return run(*inputs), in which layers decide what they decided first."""
+        """Return run(*inputs), in which the layers reuse the decisions `made`."""
         self._again = iter(made)
         try:
             return run(*inputs)
@@ -50,7 +50,7 @@ class Decisions(threading.local):
             self._again = None
 
     def record(self, decide: Callable[[], Decision]) -> Decision:
-        """Return decide(), or in a second run what it returned in the first."""
+        """Return decide() or, in a second run, its result in the first run."""
         if self._again is not None:
             recorded: Decision = next(self._again)
             return recorded
@@ -101,11 +101,11 @@ def recompute(
     layers: Sequence[Any] = (),
     **options: Any,
 ) -> Tensor:
-    """Return run(*inputs, **options), keeping only these for backward, which runs it again.
+    """Return run(*inputs, **options), keeping only its arguments for backward, which reruns it.
 
-    decisions: of the layers in `run`, which are kept too. Parameters inside send their gradients
-    to the sink. layers: the modules in `run`; without them, nothing inside gets a gradient where no
-    tensor input requires one. Where nothing trains nothing is kept.
+    decisions: those of the layers in `run`, which are kept too. Parameters inside add their
+    gradients to the sink. layers: the modules in `run`; without them, nothing inside gets a
+    gradient unless a tensor input requires one. If nothing trains, nothing is kept.
     """
     tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
     rest = {name: x for name, x in options.items() if name not in tensors}
@@ -125,7 +125,7 @@ def recompute(
 
 
 def _by_name(run: Callable[..., Tensor], names: tuple[str, ...], *inputs: Any) -> Tensor:
-    """Run with the last inputs as the arguments of these names."""
+    """Call `run` with the last inputs as keyword arguments of these names."""
     first = len(inputs) - len(names)
     return run(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
@@ -136,7 +136,7 @@ class Recompute:
     full + uniform: groups of `num_layers` blocks, each group keeps only its first input.
     full + block: the first `num_layers` blocks one by one, the others keep everything.
     selective: core attention of every block.
-    offload: what the blocks keep, their inputs under full, waits in host memory.
+    offload: keep the blocks' saved tensors (their inputs, under full) in host memory.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Recompute:
         self.granularity, self.method, self.num_layers = granularity, method, num_layers
         self.offload = offload
         self.decisions = Decisions()
-        # whether a model runs its blocks by `blocks`, instead of one after another
+        # whether a model must run its blocks through `blocks`, instead of one after another
         self.runs_blocks = granularity == "full" or offload is not None
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -161,9 +161,9 @@ class Recompute:
         return partial(recompute, run) if self.granularity == "selective" else run
 
     def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
-        """Run blocks one after another, h = layer(h, *shared), recomputing as the method says.
+        """Run blocks one after another, h = layer(h, *shared), recomputing according to the method.
 
-        What they keep goes to host memory where `offload` says so.
+        Their saved tensors are kept in host memory if `offload` is set.
         """
         group = self.num_layers if self.method == "uniform" else 1
         units = []
@@ -182,7 +182,7 @@ class Recompute:
         return h
 
     def sequential(self, layers: Blocks) -> Callable[..., Tensor]:
-        """Return what runs layers one after another."""
+        """Return a function that runs layers one after another."""
 
         def run(h: Tensor, *shared: Any) -> Tensor:
             for layer in layers:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's private names: each that Weft uses, in one file, with what is done where torch lacks it.
+"""All private names of torch that Weft uses, in one file, with the fallback if torch lacks one.
 
 A name that begins with an underscore may be renamed, dropped, or take other arguments in any
-version of torch. NAMES lists those that Weft uses, and `lacking` says which of them a torch does
-not have: `python -m mpu.torch_private` prints that, and tests/mpu/test_torch_private.py shows what
-is done without each. A name is looked up where it is used, so a run that does not need it never
-misses it. Where nothing takes its place, the feature that was asked for raises TorchLacks.
+version of torch. NAMES lists those that Weft uses, and `lacking` returns those that a torch does
+not have: `python -m mpu.torch_private` prints them, and tests/mpu/test_torch_private.py tests the
+fallback of each. A name is looked up when it is used, so a run that does not need it is not
+affected. If there is no fallback, the requested feature raises TorchLacks.
 
-A storage is known by `id(x.untyped_storage())`, which needs no private name: torch keeps one Python
-object for a storage as long as it lives, whoever holds it. Tables that recognise operators in what
-has run (mpu/kernels/by_address.py, forecast/rehearsal) call none of them, and a name that torch
-does not have is never met there.
+A storage is identified by `id(x.untyped_storage())`, which needs no private name: torch keeps one
+Python object per storage as long as the storage lives. Tables that recognise operators which have
+run (mpu/kernels/by_address.py, forecast/rehearsal) do not call them, so a name that torch lacks
+simply never occurs there.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ aten: Any = torch.ops.aten
 
 
 class TorchLacks(ValueError):
-    """A feature was asked for that needs a private name which this torch does not have."""
+    """A requested feature needs a private name that this torch does not have."""
 
 
 class Name(NamedTuple):
-    """A private name. without: what is done where torch lacks it. takes: the arguments that Weft
-    gives an operator. nccl: only a build of torch with NCCL has it.
+    """A private name. without: the fallback if torch lacks it. takes: the arguments that Weft
+    passes to an operator. nccl: only a build of torch with NCCL has it.
     """
 
     path: str
@@ -133,16 +133,16 @@ READS_A_NUMBER, PINS, CASTS = "aten::_local_scalar_dense", "aten::_pin_memory", 
 SCALED_MM = "_scaled_mm_v2"
 
 
-# looking them up
+# look-up
 
 
 def find(path: str) -> Any:
-    """Return what stands at a dotted path from torch on, None where this torch does not have it."""
+    """Return the object at a dotted path that starts with torch, or None if it does not exist."""
     found, names = torch, path.split(".")[1:]
     for n, name in enumerate(names, 1):
         try:
             found = getattr(found, name)
-        except (AttributeError, ImportError):  # torch imports some of its modules when asked
+        except (AttributeError, ImportError):  # torch imports some of its modules lazily
             try:
                 found = importlib.import_module(".".join(("torch", *names[:n])))
             except ImportError:
@@ -151,7 +151,7 @@ def find(path: str) -> Any:
 
 
 def lacking() -> list[str]:
-    """Return a line for each of NAMES that this torch does not have, or calls otherwise."""
+    """Return a line for each of NAMES that this torch lacks, or that takes other arguments."""
     lines = []
     for name in NAMES:
         if name.nccl and not dist.is_nccl_available():
@@ -166,14 +166,14 @@ def lacking() -> list[str]:
 
 @lru_cache(maxsize=64)
 def not_taken(operator: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some arguments that an operator does not take; () where it does not say."""
+    """Return those of `names` that are not arguments of an operator; () if it has no schema."""
     known = getattr(getattr(operator, "default", operator), "_schema", None)
     taken = {argument.name for argument in known.arguments} if known is not None else {*names}
     return tuple(name for name in names if name not in taken)
 
 
 def require(feature: str, *paths: str) -> None:
-    """Raise TorchLacks where this torch lacks a name that a feature needs."""
+    """Raise TorchLacks if this torch lacks a name that a feature needs."""
     missing = [path for path in paths if find(path) is None]
     if missing:
         raise TorchLacks(
@@ -186,14 +186,14 @@ def require(feature: str, *paths: str) -> None:
 
 
 def operator(name: str) -> Any:
-    """Return an operator of aten, None where this torch has none that takes what Weft gives it."""
+    """Return an operator of aten, or None if this torch has none with Weft's arguments."""
     found = getattr(aten, name, None)
     given = GIVEN[f"torch.ops.aten.{name}"]
     return None if found is None or not_taken(found, given) else found
 
 
 VARLEN = "_flash_attention_forward"
-FORWARD = {  # each has a backward of its name
+FORWARD = {  # each has a matching "_backward"
     "flash": "_scaled_dot_product_flash_attention",
     "cudnn": "_scaled_dot_product_cudnn_attention",
     "cpu": "_scaled_dot_product_flash_attention_for_cpu",
@@ -202,12 +202,12 @@ WAYS = {way: (name, f"{name}_backward") for way, name in FORWARD.items()}
 
 
 def has_attention(way: str) -> bool:
-    """Return whether this torch has the operators of attention in blocks; False for no WAYS."""
+    """Return whether this torch has a way's operators for attention; False if not in WAYS."""
     return way in WAYS and all(operator(name) is not None for name in WAYS[way])
 
 
 def attention_lacks() -> tuple[str, ...]:
-    """Return the operators of attention on a GPU that this torch does not have."""
+    """Return the operators of attention on a GPU that this torch lacks."""
     names = (VARLEN, *WAYS["flash"], *WAYS["cudnn"])
     return tuple(name for name in names if operator(name) is None)
 
@@ -222,7 +222,8 @@ def flash_attention_of_lengths(
 ) -> Tensor:
     """Attend within documents [s, n, d] that end at `ends`, or in rows [b, s, n, d].
 
-    longest: of the queries and of the keys. window: tokens that a query looks at, 0: all before it.
+    longest: maximum length of queries and of keys. window: number of tokens to which a query
+    attends; 0: all before it.
     """
     # torch.nn.attention.varlen calls this operator too; its own arguments differ in 2.11 to 2.13
     sides = (window - 1, 0) if window else (None, None)
@@ -236,14 +237,14 @@ def flash_attention_of_lengths(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, **more: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return out and the log-sum-exp of q [b, a, s, d], k and v [b, g, S, d]. more: arguments."""
+    """Return out and the log-sum-exp for q [b, a, s, d], k and v [b, g, S, d]."""
     return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, **more)[:2]
 
 
 def cudnn_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, learns: bool = True, **more: Any
 ) -> tuple[Tensor, Tensor]:
-    """Do as `flash_attention`; the log-sum-exp is [b, a, s, 1], where `learns` asks for it."""
+    """Like `flash_attention`; the log-sum-exp is [b, a, s, 1], and only computed if `learns`."""
     given = dict(attn_bias=None, compute_log_sumexp=learns, is_causal=causal) | more
     return aten._scaled_dot_product_cudnn_attention(q, k, v, **given)[:2]
 
@@ -257,8 +258,8 @@ def attention_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
         )
-    # the kernels read the log-sum-exp by address, as [b, a, s], whatever its strides are; the
-    # state is of the dropout, which is none
+    # the kernels read the log-sum-exp by address, as contiguous [b, a, s], ignoring its strides;
+    # the state is that of dropout, which is off
     lse, state = lse.contiguous(), torch.empty(2, dtype=torch.int64, device=q.device)
     given: dict[str, Any] = dict(cum_seq_q=None, cum_seq_k=None, dropout_p=0.0)
     given |= dict(max_q=q.shape[2], max_k=k.shape[2], is_causal=causal)
@@ -273,7 +274,7 @@ def attention_backward(
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Do as `flash_attention` on a CPU."""
+    """Like `flash_attention`, on a CPU."""
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
@@ -281,7 +282,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 
 
 def linear_pointwise() -> Callable[..., Tensor] | None:
-    """Return oneDNN's operator of a linear with what comes after it, None where there is none."""
+    """Return oneDNN's operator for a linear layer with a fused pointwise operation, or None."""
     found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     given = GIVEN["torch.ops.mkldnn._linear_pointwise"]
     return None if found is None or not_taken(found, given) else found
@@ -298,7 +299,7 @@ def silu_backward_(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def each(operation: str, tensors: Sequence[Tensor], *others: Sequence[Tensor] | float) -> None:
-    """Do an operation in place on each tensor, such as add_: in one call, where torch has it."""
+    """Apply an in-place operation, such as add_, to each tensor: in one call, if torch has it."""
     together = getattr(torch, f"_foreach_{operation}", None)
     if together is not None:
         together(tensors, *others)
@@ -324,8 +325,8 @@ def adamw_(
 ) -> None:
     """Update parameters and their moments by AdamW, as torch.optim.AdamW(fused=True) does.
 
-    steps: of each parameter, this one counted. grad_scale: what the gradients are divided by, which
-    changes them. found_inf: 1.0 where nothing else may change; the host does not read it.
+    steps: of each parameter, including this one. grad_scale: the gradients are divided by it, in
+    place. found_inf: if 1.0, nothing else changes; the host does not read it.
     """
     fused = getattr(torch, "_fused_adamw_", None)
     if fused is not None:
@@ -354,23 +355,23 @@ def adamw_(
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 where torch does not say."""
+    """Return how often a tensor was changed in place; 0 if torch does not provide it."""
     return getattr(x, "_version", 0)
 
 
 def is_result_of(x: Tensor, function: type[torch.autograd.Function]) -> bool:
-    """Return whether autograd says that a Function has made x; False where it does not say."""
+    """Return whether x is the result of a Function; False if torch does not provide it."""
     backward = getattr(function, "_backward_cls", None)
     return backward is not None and isinstance(x.grad_fn, backward)
 
 
 def function_of(node: Any) -> Any:
-    """Return the Function whose backward a node of autograd is, None where torch does not say."""
+    """Return the Function whose backward an autograd node is; None if torch does not provide it."""
     return getattr(type(node), "_forward_cls", None)
 
 
 def running_node() -> Callable[[], Any]:
-    """Return what returns the node of autograd that runs in this thread, or None.
+    """Return a function that returns the autograd node running in this thread, or None.
 
     Raises TorchLacks.
     """
@@ -380,7 +381,7 @@ def running_node() -> Callable[[], Any]:
 
 
 def active_modes() -> list[Any]:
-    """Return the modes by which tools watch this thread, outermost first."""
+    """Return the function and dispatch modes that are active in this thread, outermost first."""
     stacks = (
         "torch.overrides._get_current_function_mode_stack",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
@@ -389,9 +390,9 @@ def active_modes() -> list[Any]:
 
 
 class NoMode:
-    """Take the place of a dispatch mode, so that classes can derive from it; it cannot be entered.
+    """A placeholder for a missing dispatch mode, so that classes can derive from it.
 
-    Entering raises TorchLacks.
+    Entering it raises TorchLacks.
     """
 
     def __enter__(self) -> Any:
@@ -409,11 +410,11 @@ else:
 
 
 class DispatchMode(Mode):
-    """See every operation of torch, as TorchDispatchMode, without torch's compiler."""
+    """Intercepts every torch operation, like TorchDispatchMode, without torch's compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler
+        return False  # otherwise torch imports its compiler
 
 
 NO_MODES = "torch.utils._python_dispatch._disable_current_modes"
@@ -425,7 +426,7 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def schema(operation: Any) -> Any:
-    """Return the schema of an operation that a dispatch mode sees. Raises TorchLacks."""
+    """Return the schema of an operation that a dispatch mode intercepts. Raises TorchLacks."""
     try:
         return operation._schema
     except AttributeError:
@@ -439,7 +440,7 @@ FAKE = "torch._subclasses.fake_tensor"
 
 
 def require_rehearsal() -> None:
-    """Raise TorchLacks where this torch lacks what a rehearsal cannot do without."""
+    """Raise TorchLacks if this torch lacks a name without which a rehearsal cannot run."""
     own = ("torch._C._current_autograd_node", "torch.ops.aten.add.Tensor._schema")
     require(
         "--rehearse", f"{FAKE}.FakeTensor", f"{FAKE}.FakeTensorMode", DISPATCH_MODE, NO_MODES, *own
@@ -456,8 +457,8 @@ def in_meta_kernel(mode: Any) -> contextlib.AbstractContextManager[Any]:
     return find(f"{FAKE}.in_kernel_invocation_manager")(mode)
 
 
-# operations that FakeTensorMode computes in its own way for sizes that are symbols, or to choose a
-# device: with numbers and on one device a meta kernel does the same
+# operations that FakeTensorMode handles itself for symbolic sizes, or to choose a device: with
+# integer sizes and on one device a meta kernel does the same
 AS_META = (
     aten.view.default, aten.select.int, aten.slice.Tensor, aten.copy_.default,
     aten.new_empty.default, aten.new_zeros.default, aten.empty_like.default,
@@ -467,8 +468,8 @@ AS_META = (
 
 @lru_cache(maxsize=1024)
 def meta_kernel_says(func: Any) -> bool:
-    """Return whether a meta kernel alone says what an operation on fake tensors returns: neither
-    values nor chance do, nor rules of torch's fake tensors.
+    """Return whether a meta kernel alone determines the result of an operation on fake tensors,
+    which then depends on neither values, random numbers, nor special rules of fake tensors.
     """
     known = find("torch._subclasses.fake_impls.op_implementations_dict")
     checks = find("torch._subclasses.fake_impls.op_implementations_checks")
@@ -486,39 +487,39 @@ def meta_kernel_says(func: Any) -> bool:
     return bool(has_kernel(func.name(), "Meta"))
 
 
-COMPILER = "torch._dynamo"  # which torch's optimizers import when they are made: it takes seconds
+COMPILER = "torch._dynamo"  # imported when a torch optimizer is created, which takes seconds
 
 # groups, memory and files
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Give a group's options the time limit that new_group is given, or it warns of another."""
+    """Set a group's timeout in its options too; otherwise new_group warns that they differ."""
     with contextlib.suppress(AttributeError):
         options._timeout = timeout
 
 
 def symmetric_memory() -> Any:
-    """Return the module whose `empty` and `rendezvous` share memory of GPUs. Raises TorchLacks."""
+    """Return the module whose `empty` and `rendezvous` share GPU memory. Raises TorchLacks."""
     path = "torch.distributed._symmetric_memory"
     require("memory that GPUs share", f"{path}.empty", f"{path}.rendezvous")
     return find(path)
 
 
 def nccl_record() -> Callable[..., Any] | None:
-    """Return what dumps NCCL's record of collectives, None where there is none."""
+    """Return the function that dumps NCCL's record of collectives, or None."""
     return find("torch._C._distributed_c10d._dump_nccl_trace_json")
 
 
 def memory_history() -> tuple[Callable[..., None], Callable[[str], None]]:
-    """Return what records a GPU's allocations, and what writes them. Raises TorchLacks."""
+    """Return functions that record a GPU's allocations and that write them. Raises TorchLacks."""
     paths = ("torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot")
     require("--record-memory-history", *paths)
     return find(paths[0]), find(paths[1])
 
 
 def storage_info() -> Callable[[str, int, int], Any]:
-    """Return what says where a tensor is in a file of torch's distributed checkpoints: the file,
-    the first byte and the length. Raises TorchLacks.
+    """Return the class of a tensor's location in torch's distributed checkpoints: file, first byte
+    and length. Raises TorchLacks.
     """
     path = "torch.distributed.checkpoint.filesystem._StorageInfo"
     require("--to-mcore", path)

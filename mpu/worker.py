@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that lives as long as its owner and does one thing after another, and a thread's GPU.
+"""A thread that lives as long as its owner and runs jobs one after another; a thread's GPU.
 
-What libraries keep for each thread (cuDNN's attention plans, cuBLAS handles, OpenMP's threads) is
-made once in it. A thread for each piece of work would make, and partly leak, it each time.
+Libraries create their per-thread state (cuDNN's attention plans, cuBLAS handles, OpenMP's threads)
+in it once. With a new thread for each job they would create, and partly leak, it each time.
 """
 
 import threading
@@ -17,10 +17,10 @@ Job = Callable[[], None]
 
 
 def to_this_gpu() -> Callable[[], None]:
-    """Return what moves another thread to this thread's GPU; it does nothing where CUDA is unused.
+    """Return a function that moves another thread to this thread's GPU, if CUDA is in use.
 
-    A thread begins at GPU 0. It calls this before anything of CUDA, whose calls make a context on
-    the current GPU, about 0.5 GB a process.
+    A thread starts on GPU 0. It must call this before any other CUDA call, which would create a
+    context on the current GPU, of about 0.5 GB per process.
     """
     if not torch.cuda.is_initialized():
         return lambda: None
@@ -28,10 +28,10 @@ def to_this_gpu() -> Callable[[], None]:
 
 
 class Worker:
-    """Does what `put` gives it, in order, in a thread that the first `put` starts.
+    """Runs jobs in the order of `put`, in a thread that the first `put` starts.
 
-    The thread ends when its Worker is freed, keeps nothing of what it has done, and is a daemon:
-    one that hangs does not keep the process from ending. name: the thread's.
+    The thread ends when its Worker is freed, keeps no references to finished jobs, and is a daemon,
+    so that a hanging job does not keep the process from exiting. name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,8 +41,8 @@ class Worker:
         self._end: weakref.finalize | None = None  # type: ignore[type-arg]
 
     def put(self, job: Job) -> None:
-        """Let the thread do this after all that was put before. What it raises ends the thread."""
-        if self._thread is None or not self._thread.is_alive():  # a fork takes no thread along
+        """Queue a job, to run after all earlier ones. An exception in it ends the thread."""
+        if self._thread is None or not self._thread.is_alive():  # a fork does not copy threads
             self.leave()
             jobs = self._jobs = SimpleQueue()
             self._thread = threading.Thread(
@@ -53,7 +53,7 @@ class Worker:
         self._jobs.put(job)
 
     def leave(self) -> None:
-        """Leave the thread to itself: it ends after what was put. The next work has a new one."""
+        """Detach the thread, which ends after its queued jobs. The next `put` starts a new one."""
         if self._end is not None:
             self._end()
         self._thread = self._end = None
@@ -62,4 +62,4 @@ class Worker:
 def _work(jobs: "SimpleQueue[Job | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # while this waits, what it holds may be freed
+        del job  # so that its references can be freed while this waits

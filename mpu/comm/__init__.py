@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between ranks. Who talks to whom is always an argument: an Axis.
+"""Communication between ranks. The group of ranks is always an explicit argument: an Axis.
 
-transport         Axis, Transport (what carries its tensors), Handle (what is in flight)
-collectives       the verbs, and ProcessGroupTransport (torch.distributed)
-mappings          the verbs under autograd, each with its conjugate
+transport         Axis, Transport (the backend of an axis), Handle (a collective in flight)
+collectives       the collectives, and ProcessGroupTransport (torch.distributed)
+mappings          the collectives under autograd, each with its conjugate
 p2p               messages between pipeline stages
-shared_memory     the verbs through memory that the ranks of one host share; symmetric (that memory
-                  and its flags) and workspace (two slots of it) are below it
-symmetric_cuda    memory that GPUs write for each other
-meta              shapes alone, for what is computed without a run
-waits             what this rank waits for, and for how long
+shared_memory     the collectives through memory shared by the ranks of one host; built on symmetric
+                  (that memory and its flags) and workspace (two slots of it)
+symmetric_cuda    memory of one GPU that the others write to
+meta              a transport of shapes only, for estimates without a run
+waits             records what this rank waits for, and for how long
 """

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives, the verbs of an axis: (tensor, axis, async_op) -> (out, handle). No autograd here.
+"""The collectives of an axis: (tensor, axis, async_op) -> (out, handle). No autograd here.
 
     all_reduce, all_gather, reduce_scatter, all_to_all
-    all_reduce_in_order, sum_in_order, barrier, gather_bytes    made of these
+    all_reduce_in_order, sum_in_order, barrier, gather_bytes    built on these
 
-Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut
-dim 0, so a shard is contiguous. Reductions are sums; only `all_reduce` takes another op.
+Every collective is the identity at axis size 1, with no process group at all. Gathers and scatters
+cut dim 0, so a shard is contiguous. Reductions are sums; only `all_reduce` takes another op.
 `reduce_scatter` and `all_reduce_in_order` add the ranks' contributions in rank order on CPU
 (docs/numerics.md). gloo's own reduce-scatter does not, puts twice the bytes on the wire, and is
 slower than the all-to-all used here.
 
-The axis' transport carries the tensors. ProcessGroupTransport, below, uses torch.distributed. Where
-the ranks of an axis share memory, SharedMemoryTransport (mpu/comm/shared_memory.py) carries gathers
-sums and exchanges: a tensor is written once and read in place, and sums are in rank order.
+The axis' transport executes them. ProcessGroupTransport, below, uses torch.distributed. Where the
+ranks of an axis share memory, SharedMemoryTransport (mpu/comm/shared_memory.py) runs gathers, sums
+and exchanges: a tensor is written once and read in place, and sums are in rank order.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from torch import Tensor
 from mpu.comm.transport import DONE, Axis, Handle, Label, Splits, Transport
 
 MAX = dist.ReduceOp.MAX
-# torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only the old ones
+# torch 2.13 renames these two and warns about the old names; 2.11 and 2.12 have only the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -92,8 +92,8 @@ def all_to_all(
         rank 0   a0 a1           rank 0   a0 b0
         rank 1   b0 b1     ->    rank 1   a1 b1
 
-    splits: how many rows go to and come from each rank; None, on all ranks: [t*n, ...] has n for
-    each. The verb of Ulysses (Jacobs et al. 2023) and of mixtures of experts.
+    splits: the rows sent to and received from each rank; None, on all ranks: [t*n, ...] has n for
+    each. Used by Ulysses (Jacobs et al. 2023) and mixtures of experts.
     """
     if splits is None:
         assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
@@ -108,7 +108,7 @@ def all_to_all(
 def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
     """Sum x over the axis in place; on CPU the bits do not depend on how x is cut or batched.
 
-    There it is a reduce-scatter, which adds in rank order, and an all-gather, of x padded to a
+    On CPU it is a reduce-scatter, which adds in rank order, then an all-gather, with x padded to a
     multiple of the axis size; on NCCL it is an all-reduce.
     """
     if axis.size == 1:
@@ -147,11 +147,11 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device | None = None) ->
 
 
 class ProcessGroupTransport(Transport):
-    """Carries tensors by a process group of torch.distributed (gloo or NCCL).
+    """Communicates through a process group of torch.distributed (gloo or NCCL).
 
-    staged: the group is gloo's and tensors of a GPU pass through host memory.
-    why_not: why the ranks do not reach one another's memory; empty where that was not tried.
-    sends: whether anything is sent; not so of shapes alone (mpu/comm/meta.py).
+    staged: the group is gloo's, and GPU tensors are copied through host memory.
+    why_not: why the ranks cannot access one another's memory; empty if that was not tried.
+    sends: whether data is sent; False in MetaTransport (mpu/comm/meta.py).
     """
 
     sends = True
@@ -160,7 +160,7 @@ class ProcessGroupTransport(Transport):
         self.group, self.staged, self.why_not = group, staged, why_not
 
     def adds(self, x: Tensor, out: Tensor) -> bool:
-        """Return whether the backend adds the ranks' x as it sends them: NCCL, in one dtype."""
+        """Return whether the backend's own reduce-scatter is used: on NCCL, if the dtypes agree."""
         return self.on_gpu(x) and not self.staged and out.dtype == x.dtype
 
     def all_reduce(
@@ -190,7 +190,7 @@ class ProcessGroupTransport(Transport):
     def reduce_scatter(
         self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Use NCCL's verb where dtypes agree; else exchange the slices and add them in order."""
+        """Use NCCL's own where the dtypes agree; else exchange the slices and add them in order."""
         shape = (x.shape[0] // axis.size, *x.shape[1:])
         wire = to_wire(x, self.staged)
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
@@ -215,7 +215,7 @@ class ProcessGroupTransport(Transport):
     def all_to_all(
         self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Exchange by the backend's own verb."""
+        """Exchange rows with the backend's own all-to-all."""
         wire = to_wire(x, self.staged)
         out = x.new_empty((len(x) if splits is None else sum(splits.output), *x.shape[1:]))
         arrived = torch.empty_like(out, device=wire.device) if self.staged else out
@@ -229,7 +229,7 @@ class ProcessGroupTransport(Transport):
         return out, handle
 
     def send(self, x: Tensor, axis: Axis, to: int, label: Label | None) -> Handle:
-        """Send by the backend's own verb."""
+        """Send with the backend's isend."""
         wire, peer = to_wire(x, self.staged), axis.ranks[to]
         with axis.start("send", x, async_op=True, label=label, peer=peer) as handle:
             if self.sends:
@@ -238,7 +238,7 @@ class ProcessGroupTransport(Transport):
         return handle
 
     def receive(self, out: Tensor, axis: Axis, source: int, label: Label | None) -> Handle:
-        """Receive by the backend's own verb."""
+        """Receive with the backend's irecv."""
         wire, peer = _room(out, self.staged), axis.ranks[source]
         with axis.start("receive", out, async_op=True, label=label, peer=peer) as handle:
             if self.sends:
@@ -274,7 +274,7 @@ def _exchange(x: Tensor, to: int, out: Tensor, source: int, group: Any) -> "_Bot
 
 
 class _Both:
-    """Two messages, waited for as one."""
+    """Several messages with one wait."""
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
@@ -288,7 +288,10 @@ class _Both:
 
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:
-    """Return the axis with its process group as transport. why_not: why it shares no memory."""
+    """Return the axis with its process group as its transport.
+
+    why_not: why its ranks share no memory.
+    """
     plain = ProcessGroupTransport(group_of(axis), axis.staged, why_not)
     return replace(axis, transport=plain)
 
@@ -301,22 +304,22 @@ def group_of(axis: Axis) -> Any:
 
 
 def to_wire(x: Tensor, staged: bool) -> Tensor:
-    """Return x as the backend needs it: contiguous, in host memory where the axis is staged."""
+    """Return x as the backend needs it: contiguous, and in host memory if the axis is staged."""
     return x.detach().cpu().contiguous() if staged else x.detach().contiguous()
 
 
 def _room(out: Tensor, staged: bool) -> Tensor:
-    """Return memory in which a message like `out` can arrive: `out` itself where it can."""
+    """Return a receive buffer for `out`: `out` itself, or host memory if the axis is staged."""
     return torch.empty_like(out, device="cpu") if staged else out
 
 
 def _copy_to(out: Tensor, arrived: Tensor) -> Callable[[], object] | None:
-    """Return what copies what has arrived to `out`; None where it is there already."""
+    """Return a function that copies `arrived` to `out`; None if they are the same tensor."""
     return None if arrived is out else partial(out.copy_, arrived)
 
 
 def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], object] | None:
-    """Return what copies an in-place verb's result to x; None where `wire` is no copy."""
+    """Return a function that copies `wire` back to x; None if `wire` is x itself."""
     return None if wire.data_ptr() == x.data_ptr() else partial(x.copy_, wire)
 
 

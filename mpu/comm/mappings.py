@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pair the collectives under autograd: what forward does, and what backward must do for it.
+"""Collectives under autograd, each with the conjugate collective for its backward.
 
     function                                     forward         backward        where, in a layer
     copy_to_tensor_model_parallel_region         identity        all-reduce      x enters, no SP
@@ -9,9 +9,9 @@
     differentiable_all_to_all                    all-to-all      all-to-all      tokens to experts
     (operators f and g of Shoeybi et al. 2019, g and g-bar of Korthikanti et al. 2022)
 
-The linear layers fuse these with their matmuls (mpu/layers/linear.py). The embedding calls them,
-and a fork whose own layer enters or leaves a parallel region. who: the layer that asks, for the
-trace of the axis.
+The linear layers fuse these with their matmuls (mpu/layers/linear.py). The embedding calls these
+functions, and so can the layers of a fork that enter or leave a parallel region. who: the calling
+layer, for the trace of the axis.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def _exchange(
 
 
 class _Pair(torch.autograd.Function):
-    """Do one verb forward and its conjugate backward."""
+    """One collective in forward and its conjugate in backward."""
 
     @staticmethod
     def forward(
@@ -81,12 +81,12 @@ def _pair(x: Tensor, axis: Axis, there: Verb, back: Verb, who: object) -> Tensor
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
-    """Pass x on; sum its gradient over the axis."""
+    """Return x unchanged; sum its gradient over the axis."""
     return _pair(x, axis, _identity, _reduce, who)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
-    """Sum x over the axis; pass its gradient on."""
+    """Sum x over the axis; its gradient is unchanged."""
     return _pair(x, axis, _reduce, _identity, who)
 
 
@@ -107,9 +107,9 @@ def differentiable_all_to_all(
     who: object = None,
     interleaver: Interleaver | None = None,
 ) -> Tensor:
-    """Send each rank its rows of dim 0; their gradients come back by the reversed splits.
+    """Send each rank its rows of dim 0; their gradients return by the reversed splits.
 
-    interleaver: of two micro-batches, of which the other computes while rows are in flight.
+    interleaver: runs two micro-batches, one of which computes while the other's rows are in flight.
     """
     back = None if splits is None else splits.reversed
     there = partial(_exchange, splits=splits, interleaver=interleaver)

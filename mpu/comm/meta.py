@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run any layout in one process, without numbers: the process groups' verbs, which send nothing."""
+"""A transport that sends nothing: meta tensors of any layout run in one process."""
 
 from collections.abc import Callable
 
@@ -13,16 +13,16 @@ Answers = Callable[[bytes, Axis], list[bytes]]
 
 
 def alike(data: bytes, axis: Axis) -> list[bytes]:
-    """Answer for ranks that say what this one says."""
+    """Return `data` as the answer of every rank."""
     return [data] * axis.size
 
 
 class MetaTransport(ProcessGroupTransport):
-    """Carries shapes alone: a model of meta tensors runs any layout in one process.
+    """Handles shapes only: a model of meta tensors runs any layout in one process.
 
-    A trace receives each collective and message, with the verb, the dtype and the memory that a
-    process group would take. gpu: the tensors stand for those of GPUs. answers: what the ranks of
-    an axis say where this one says some bytes.
+    A trace receives each collective and message with the verb and dtype that a process group would
+    use; the same memory is allocated. gpu: the tensors represent GPU tensors. answers: the result
+    of `gather_bytes`, given this rank's bytes and the axis.
     """
 
     sends = False
@@ -36,9 +36,9 @@ class MetaTransport(ProcessGroupTransport):
         return self.gpu
 
     def adds(self, x: Tensor, out: Tensor) -> bool:
-        """Return whether the sum takes no memory: on a CPU ranks add in memory that they share."""
+        """Return whether the sum needs no buffer: on CPU the ranks add in shared memory."""
         return not self.gpu or super().adds(x, out)
 
     def gather_bytes(self, data: bytes, axis: Axis, device: torch.device | None) -> list[bytes]:
-        """Return what the ranks say."""
+        """Return the bytes that `answers` gives for the ranks."""
         return self.answers(data, axis)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass tensors from stage to stage: send, receive, and the queue of sends in flight.
+"""Point-to-point messages between stages: send, receive, and the queue of sends in flight.
 
-Messages from one rank to another arrive in the order of the sends. Nothing here waits: a receive is
-posted early and waited for when its data is needed, a send stays in the SendQueue until it is done.
-Each direction has an axis of its own (`pp`, `pp_back`), so that on NCCL a receive that waits for
-its peer never blocks a send in the other direction.
+Messages from one rank to another arrive in the order of the sends. Nothing here blocks: a receive
+is posted early and waited for when its data is needed; a send stays in the SendQueue until it is
+complete. Each direction has its own axis (`pp`, `pp_back`), so that on NCCL a receive that waits
+for its peer never blocks a send in the other direction.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from mpu.worker import Worker
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
-    """Start sending x to the axis' rank `to`; x must not change before `wait` of the handle."""
+    """Start sending x to the axis' rank `to`; x must not change before the handle's `wait`."""
     return axis.required_transport.send(x, axis, to, label)
 
 
@@ -31,7 +31,7 @@ def receive(
     source: int,
     label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
-    """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
+    """Post a receive from the axis' rank `source`; the data is valid after the handle's wait."""
     out = torch.empty(shape, dtype=dtype, device=device)
     return out, axis.required_transport.receive(out, axis, source, label)
 
@@ -41,21 +41,21 @@ def exchange(
 ) -> Handle:
     """Start sending x to the axis' rank `to` and receiving `into` (contiguous) from `source`.
 
-    Every rank of the axis makes the same step. The handle waits for both.
+    Every rank of the axis makes the same call. The handle waits for both messages.
     """
     return axis.required_transport.exchange(x, axis, to, source, into, label)
 
 
 class SendQueue:
-    """Keep each message until it has left, then free its memory.
+    """Keep each message until it is sent, then free its memory.
 
-    gloo cannot report whether a send is done, only wait for it: a thread does that, in the order
-    of the sends. NCCL can report it (`polls`); its wait would hold up the compute stream. As a
-    context manager it waits at the end for all messages; on NCCL only the stream waits. Raises
-    CommunicationError, at the next call, when a send fails. worker: has the thread, which is the
-    same for one queue after another.
+    gloo cannot report whether a send is complete, only wait for it: a thread does that, in the
+    order of the sends. NCCL can report it (`polls`), and a wait would hold up the compute stream.
+    As a context manager the queue waits at the end for all messages; on NCCL only the stream waits.
+    Raises CommunicationError, at the next call, when a send fails. worker: owns the thread, which
+    successive queues share.
 
-    _flying: the messages that have not left, each with what its thread sets when it has.
+    _flying: the messages in flight, each with the event that the thread sets once it is sent.
     """
 
     def __init__(self, polls: bool, worker: Worker) -> None:
@@ -64,7 +64,7 @@ class SendQueue:
         self._error: BaseException | None = None
 
     def put(self, handle: Handle) -> None:
-        """Keep a send until it has left."""
+        """Keep a message until it is sent."""
         self.check()
         left = None if self._polls else Event()
         if left is not None:
@@ -72,7 +72,7 @@ class SendQueue:
         self._flying.append((handle, left))
 
     def check(self) -> None:
-        """Free the messages that have left; raise the error of a send that failed."""
+        """Free the messages that are sent; raise the error of a send that failed."""
         self._flying = [
             (handle, left) for handle, left in self._flying
             if not (handle.is_completed() if left is None else left.is_set())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather, sum and exchange through memory that ranks share (mpu/comm/symmetric.py).
+"""Collectives through memory that the ranks of one host share (mpu/comm/symmetric.py).
 
-Every rank writes its tensor once and reads the others' in place. Sums are in rank order. The
-process group carries GPU tensors, messages and reductions other than sums.
+Every rank writes its tensor once and reads the other ranks' tensors in place. Sums are in rank
+order. GPU tensors, messages and reductions other than sums use the process group.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from mpu.comm.symmetric import copy
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.comm.workspace import Epoch, Workspace
 
-SMALL = 4096  # bytes of a sum that each rank makes of all parts: one wait, not two
+SMALL = 4096  # bytes up to which each rank adds whole tensors: one wait instead of two
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
-    """Carries CPU tensors by a workspace, the rest by the process group.
+    """Exchanges CPU tensors through a workspace, everything else through the process group.
 
     The workspace may be shared with other axes over the same ranks.
     """
@@ -36,11 +36,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_reduce(
         self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Sum x in place: two ranks add all of it each, and so do more ranks if it is SMALL; else
-        each adds a piece.
+        """Sum x in place. With two ranks, or if x is SMALL, each rank adds all of x; else each rank
+        adds a piece, and the ranks exchange the sums.
 
-        Pieces are exchanged before the call returns, async_op or not: flags only go up, so the
-        second phase must be signalled before a later epoch begins.
+        The pieces are exchanged before the call returns, even with async_op: flags only increase,
+        so the second phase must be signalled before a later epoch begins.
         """
         if op != dist.ReduceOp.SUM or not x.is_contiguous() or x.device.type != "cpu":
             return super().all_reduce(x, axis, async_op, op, label)
@@ -56,7 +56,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
             bounds = [n * r // axis.size for r in range(axis.size + 1)]
             low, high = bounds[axis.rank], bounds[axis.rank + 1]
             sum_of_parts(parts[:, low:high], flat[low:high])
-            # over the piece of its own part, which only this rank has read
+            # overwrites this piece of its own part, which only this rank reads
             parts[axis.rank, low:high] = flat[low:high]
             epoch.phase = 1
             epoch.signal_all()
@@ -70,7 +70,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_gather(
         self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Write x, then copy the other ranks' parts out."""
+        """Write x, then copy out the other ranks' parts."""
         if x.device.type != "cpu":
             return super().all_gather(x, axis, async_op, into, label)
         n, x = x.shape[0], x.detach()
@@ -123,7 +123,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     ) -> tuple[Tensor, Handle]:
         """Write the rows for other ranks; copy out the rows for this rank.
 
-        Uneven splits are compared by all ranks before the call returns, async_op or not.
+        All ranks compare uneven splits before the call returns, even with async_op.
         """
         if x.device.type != "cpu":
             return super().all_to_all(x, axis, async_op, splits, label)
@@ -132,7 +132,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
             every = [[len(x) // size] * size] * size
         else:
             every = self._splits_of_all(splits, axis)
-        rows = [sum(row) for row in every]  # that each rank sends
+        rows = [sum(row) for row in every]  # sent by each rank
         part_bytes = max(rows) * torch.Size(width).numel() * x.itemsize
         own = x.split(every[rank])
         out = x.new_empty((sum(row[rank] for row in every), *width))
@@ -155,8 +155,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
         return out, self.begin("all_to_all", axis, x, write, read, **how)
 
     def _splits_of_all(self, splits: Splits, axis: Axis) -> list[list[int]]:
-        """Return how many rows each rank sends to each. Raises ValueError, on all ranks alike,
-        where a rank expects another number of rows than it is sent.
+        """Return the number of rows that each rank sends to each. Raises ValueError, on all ranks,
+        if a rank expects a different number of rows than another sends it.
         """
         both = torch.tensor(splits, dtype=torch.int64)  # [2, t]
         epoch = self.workspace.begin(both.nbytes)
@@ -186,9 +186,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
         part_bytes: int | None = None,
         splits: Splits | None = None,
     ) -> Handle:
-        """Call write(epoch), which signals. The handle waits for all ranks' signals, then reads.
+        """Call write(epoch), which signals; return a handle that waits for all ranks, then reads.
 
-        part_bytes: of each rank's part, the same on all; None: x's. splits: see Axis.start.
+        part_bytes: size of each rank's part, equal on all ranks; None: the size of x. splits: see
+        Axis.start.
         """
         with axis.start(verb, x, async_op=async_op, label=label, splits=splits) as handle:
             handle.keep = (x,)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the ranks of one host read and write the same memory, and raise flags for one another.
+"""Memory that the ranks of one host share, and flags by which they signal one another.
 
     rank 0                              rank 1
     write data                          wait(0, epoch)
     signal(1, epoch)        ->          read the data in place
 
 Flags count epochs and are never reset (csrc/shared_memory.h). The memory has no name: rank 0 makes
-it (memfd_create), the others open it through /proc/<pid>/fd. So a killed rank leaves nothing
-behind, and a small /dev/shm does not matter. It needs Linux, one host and the native library;
-otherwise `Unavailable` says what is missing. Collectives use it through mpu/comm/workspace.py.
+it (memfd_create), and the other ranks open it through /proc/<pid>/fd. So a killed rank leaves
+nothing behind, and a small /dev/shm does not matter. It needs Linux, one host and the native
+library; otherwise `Unavailable` names what is missing. Collectives use it through
+mpu/comm/workspace.py.
 """
 
 import ctypes
@@ -31,16 +32,16 @@ from mpu.comm.collectives import gather_bytes
 from mpu.comm.transport import Axis, CommunicationError, blocked
 
 LINE = 64  # bytes of a flag
-SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
-# the same where each rank has a core of its own: a sleep and a wake cost two system calls
+SPINS = 200  # polls of a flag before the wait sleeps: some microseconds
+# the same if each rank has a core of its own: a sleep and a wake cost two system calls
 OWN_CORE_SPINS = 5000
-SLICE = 20_000_000  # nanoseconds of one sleep, after which the wait looks whether peers live
+SLICE = 20_000_000  # nanoseconds of one sleep, after which the wait checks that peers are alive
 LARGE = 1 << 20  # bytes from which a copy bypasses the caches
-GRACE = 1.0  # seconds that a wait goes on when another rank than the one waited for is gone
+GRACE = 1.0  # seconds that a wait continues after a rank other than the awaited one has ended
 
 
 class Unavailable(RuntimeError):
-    """The ranks of an axis cannot share memory; the text says why."""
+    """The ranks of an axis cannot share memory; the message gives the reason."""
 
 
 @cache
@@ -60,7 +61,7 @@ def _library() -> ctypes.CDLL:
 
 
 def copy(to: Tensor, x: Tensor) -> None:
-    """Copy x into `to`, of the same shape; LARGE ones bypass the caches, up to twice as fast."""
+    """Copy x into `to`, of the same shape; LARGE copies bypass the caches, up to twice as fast."""
     large = x.nbytes >= LARGE and to.dtype == x.dtype
     if large and to.is_contiguous() and x.is_contiguous():
         _library().weft_copy(to.data_ptr(), x.data_ptr(), x.nbytes)
@@ -69,12 +70,12 @@ def copy(to: Tensor, x: Tensor) -> None:
 
 
 class SymmetricBuffer:
-    """`nbytes` of memory (data, uint8) that all ranks of an axis on one host map.
+    """`nbytes` of memory (data, uint8) mapped by all ranks of an axis on one host.
 
-    All ranks make it at once, over the axis' process group. flag(src, dst) holds the last epoch
+    All ranks create it together, over the axis' process group. flag(src, dst) holds the last epoch
     that src has ready for dst. A wait raises CommunicationError when a rank has died, or after
-    `timeout`. ranks: of this host, on all axes (0: unknown). Raises Unavailable, on all ranks
-    alike, where the memory cannot be had or shared.
+    `timeout`. ranks: number of ranks on this host, over all axes (0: unknown). Raises Unavailable,
+    on all ranks, where the memory cannot be allocated or shared.
     """
 
     def __init__(self, axis: Axis, nbytes: int, timeout: timedelta, ranks: int = 0) -> None:
@@ -94,12 +95,12 @@ class SymmetricBuffer:
         self.flags = self._closed + self.size * LINE  # address of flag(0, 0)
 
     def _map(self, nbytes: int) -> tuple[mmap.mmap, list[int]]:
-        """Make the memory on rank 0, open it on the others; return it and the ranks' pids."""
+        """Make the memory on rank 0, open it on the other ranks; return it and the ranks' pids."""
         fd, why, memory, token = -1, self._reason(), None, secrets.token_bytes(16)
         if self.rank == 0 and not why:
             try:
                 fd = os.memfd_create("weft")
-                os.posix_fallocate(fd, 0, nbytes)  # now, not by a SIGBUS at the first touch
+                os.posix_fallocate(fd, 0, nbytes)  # fail now, not by a SIGBUS at the first access
                 memory = mmap.mmap(fd, nbytes)
                 memory[: len(token)] = token
             except OSError as error:
@@ -132,12 +133,12 @@ class SymmetricBuffer:
         return native.reason() if native.load() is None else ""
 
     def signal(self, dst: int, epoch: int) -> None:
-        """Raise the flag for rank dst: what was written for it is ready."""
+        """Raise the flag for rank dst: the data written for it is ready."""
         self.refuse_fork()
         _library().weft_signal(self.flags + LINE * (self.rank * self.size + dst), 0, 1, epoch)
 
     def signal_all(self, epoch: int) -> None:
-        """Raise the flags for all ranks: what was written is ready for each."""
+        """Raise the flags for all ranks: the data written for each is ready."""
         self.refuse_fork()
         first = self.flags + LINE * self.rank * self.size
         _library().weft_signal(first, LINE, self.size, epoch)
@@ -153,12 +154,12 @@ class SymmetricBuffer:
         self._wait(first, LINE * self.size, range(self.size), epoch, what)
 
     def ready(self, epoch: int) -> bool:
-        """Return whether every rank's flag for this rank has reached the epoch; do not wait."""
+        """Return at once whether every rank's flag for this rank has reached the epoch."""
         args = (self.flags + LINE * self.rank, LINE * self.size, self.size, epoch & 0xFFFFFFFF)
         return bool(_library().weft_wait(*args, 0, 0) == self.size)
 
     def close(self, epoch: int) -> None:
-        """Note for all ranks that this one no longer reads that epoch or an earlier one."""
+        """Notify all ranks that this one no longer reads that epoch or an earlier one."""
         self.refuse_fork()
         _library().weft_signal(self._closed + LINE * self.rank, 0, 1, epoch)
 
@@ -167,7 +168,7 @@ class SymmetricBuffer:
         self._wait(self._closed, LINE, range(self.size), epoch, what)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.refuse_fork()
         generation = _library().weft_arrive(self._barrier, self.size)
         self._wait(self._barrier + LINE, 0, [-1], generation, "a barrier")
@@ -175,7 +176,7 @@ class SymmetricBuffer:
     def _wait(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
         self.refuse_fork()
         if _library().weft_wait(first, stride, len(ranks), epoch & 0xFFFFFFFF, 0, 0) == len(ranks):
-            return  # no wait, which a note would make longer
+            return  # no wait: skip the overhead of recording one
         waits = self.axis.waits
         wait = None if waits is None else waits.of(self.axis.name, self.axis.ranks, what)
         with blocked(waits, wait):
@@ -213,14 +214,14 @@ class SymmetricBuffer:
 
 
 class _Life:
-    """Watch whether a process is over, even if nobody has waited for it yet (a zombie)."""
+    """Detect that a process has ended, even if its parent has not reaped it yet (a zombie)."""
 
     def __init__(self, pid: int) -> None:
         self._poll = None
         self._fd = -1
         try:
             self._fd = os.pidfd_open(pid)
-        except OSError:  # over, or a kernel before 5.3: then only the deadline tells
+        except OSError:  # it has ended, or Linux before 5.3: only the timeout detects its death
             return
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
@@ -234,7 +235,7 @@ class _Life:
 
 
 def host() -> str:
-    """Return a text that is equal for processes that see one another in /proc."""
+    """Return a text that is equal for processes that see one another in /proc; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"

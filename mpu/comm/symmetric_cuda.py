@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the GPUs of an axis write into each other's memory, for the kernels of mpu/kernels.
+"""Memory that the GPUs of an axis write to each other, for the kernels of mpu/kernels.
 
     in the memory of every rank:   flags | slot 0 | slot 1
     a slot:                        a piece from rank 0 | a piece from rank 1 | ...
 
 As on the CPU (mpu/comm/workspace.py) there are two slots, used in turn, and flags are never reset.
-Unlike there a rank writes into the reader's memory, so that data crosses the link once, while
-something is multiplied. torch's symmetric memory allocates the memory and maps it in all processes;
-the flags are our own. All waits are on the GPU, in the order of the current stream, which must be
-the same for all epochs. It needs triton.
+Unlike on the CPU, a rank writes into the reader's memory, so that data crosses the link once,
+during a matmul. torch's symmetric memory allocates the memory and maps it in all processes; the
+flags are our own. All waits are on the GPU, in the order of the current stream, which must be the
+same for all epochs. It needs triton.
 
 Each slot has its own flags and its own epoch, the count of its uses:
 
     begin    wait until all ranks have closed the slot's epoch e, then count: epoch e + 1
-    ...      pieces are written, flags of e + 1 raised, awaited
-    close    raise the flag that says: this rank has closed e + 1
+    ...      write pieces, raise flags to e + 1, wait for flags
+    close    raise this rank's flag to note that it has closed e + 1
 
-The epoch lies in device memory and a kernel counts it, so a CUDA graph may contain any number of
-uses and be replayed. What the host counts decides which slot a turn takes, and is asserted on.
+The epoch is in device memory and a kernel increments it, so a CUDA graph may contain any number of
+uses and be replayed. The host's own count only selects the slot of each use, and is asserted on.
 """
 
 import json
@@ -37,17 +37,17 @@ from mpu.kernels.tickets import TICKETS
 from mpu.torch_private import TorchLacks, symmetric_memory
 
 LINE = 64  # bytes of a flag
-CHUNKS = 64  # flags that each rank has for each rank
-POLLS = 1_000_000  # of a flag, which take a GPU about a second
-SMS_LEFT = 16  # where other axes communicate: for NCCL's kernels, of about a program on 16 SMs
+CHUNKS = 64  # flags from each rank to each rank
+POLLS = 1_000_000  # polls of a flag that take a GPU about a second
+SMS_LEFT = 16  # for NCCL's kernels, about one program on each of 16 SMs, if other axes communicate
 
 
 class CudaWorkspace:
-    """What the kernels of one axis share: a _Memory, which grows to the largest exchange.
+    """The memory that the kernels of one axis share; it grows to the largest exchange.
 
-    sms_left: SMs of the GPU that our kernels leave to those of other streams, at least the one that
-    `CudaEpoch.send` needs for its flags. All ranks make and use the workspace in one order. Raises
-    Unavailable, on all ranks alike, where the GPUs do not see each other's memory.
+    sms_left: SMs that our kernels leave to the kernels of other streams, at least 1, which
+    `CudaEpoch.send` needs for its flags. All ranks make and use the workspace in the same order.
+    Raises Unavailable, on all ranks, where the GPUs cannot access each other's memory.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CudaWorkspace:
         self._open: set[int] = set()
 
     def begin(self, piece_bytes: int) -> "CudaEpoch":
-        """Open the next epoch, in which every rank gives every rank up to `piece_bytes`.
+        """Open the next epoch, in which every rank sends every rank up to `piece_bytes`.
 
         An epoch that is open while the slots grow keeps its old memory.
         """
@@ -76,7 +76,7 @@ class CudaWorkspace:
         piece = -(-piece_bytes // 16) * 16
         if piece * self.axis.size > self.memory.slot_bytes:
             torch.cuda.synchronize(self.device)
-            gather_bytes(b"", self.axis, self.device)  # all pieces of open epochs have come
+            gather_bytes(b"", self.axis, self.device)  # all pieces of open epochs have arrived
             self._allocate(-(-piece * self.axis.size // (1 << 24)) * (1 << 24))
         self.epoch += 1
         assert self.epoch - SLOTS not in self._open, "the epoch before the last is not closed"
@@ -86,13 +86,13 @@ class CudaWorkspace:
         return CudaEpoch(self, self.epoch, slot, piece)
 
     def close(self, epoch: "CudaEpoch") -> None:
-        """Note for all ranks, in the stream's order, that this one no longer reads the slot."""
-        if epoch.memory is self.memory:  # else nobody writes there any more
+        """Notify all ranks, in the stream's order, that this one no longer reads the slot."""
+        if epoch.memory is self.memory:  # else no rank writes there any more
             self._open.discard(epoch.number)
             raise_flags(epoch.slot.closes, epoch.slot.epoch)
 
     def check(self) -> None:
-        """Raise CommunicationError if a wait on the GPU has run out."""
+        """Raise CommunicationError if a wait on the GPU has timed out."""
         if late := int(self.error[0]):
             raise CommunicationError(
                 f"rank {self.axis.ranks[late - 1]} did not raise its flag in time"
@@ -101,14 +101,14 @@ class CudaWorkspace:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A slot's addresses of flags, for the kernels, and its epoch."""
+    """The addresses of a slot's flags, for the kernels, and its epoch."""
 
-    start: int  # of its first piece, in bytes from the memory's first
-    epoch: Tensor  # int32, one: uses that have begun
-    arrived: Tensor  # flags that each rank raises for this one's chunk 0
-    raises: Tensor  # and this rank for each
-    closed: Tensor  # flags that each rank raises when it has closed
-    closes: Tensor
+    start: int  # offset of its first piece in the memory, in bytes
+    epoch: Tensor  # int32, one element: the number of uses begun
+    arrived: Tensor  # flags of chunk 0 that each rank raises for this one
+    raises: Tensor  # flags of chunk 0 that this rank raises for each
+    closed: Tensor  # flags that each rank raises, on this one, when it has closed the slot
+    closes: Tensor  # flags that this rank raises, on each, when it has closed the slot
 
 
 class _Memory:
@@ -134,10 +134,10 @@ class _Memory:
         answers = [json.loads(text) for text in every]
         if why := next((text for _, text in answers if text), ""):
             raise Unavailable(why)
-        # a tensor may begin inside what was shared: each rank's own begins as far in as it says
+        # a tensor may begin inside the shared block, at another offset on each rank
         assert offset >= 0, "this rank's memory is not in what was shared"
         offsets = [at for at, _ in answers]
-        self._handle = handle  # which holds what it mapped
+        self._handle = handle  # keeps the mapping alive
         self.all = [handle.get_buffer(r, (nbytes,), torch.uint8, offsets[r]) for r in range(size)]
         self.bases = [pointer + at for pointer, at in zip(handle.buffer_ptrs, offsets, strict=True)]
         assert [view.data_ptr() for view in self.all] == self.bases and offset % 16 == 0
@@ -163,7 +163,9 @@ class _Memory:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
 
     def tables(self, slot: _Slot, piece: int) -> tuple[Tensor, Tensor]:
-        """Return the addresses where this rank reads each rank's piece, and where it writes."""
+        """Return the addresses from which this rank reads each rank's piece, and those at which it
+        writes its own piece for each rank.
+        """
         if (slot.start, piece) not in self._tables:
             me, ranks = self.axis.rank, range(self.axis.size)
             here = [self.bases[me] + slot.start + r * piece for r in ranks]
@@ -180,8 +182,8 @@ class CudaEpoch:
         self.number, self.slot, self.piece = number, slot, piece
 
     def exchange(self, chunk_rows: int) -> Exchange:
-        """Return what the kernels need. chunk_rows: rows of one flag (see chunk_rows in
-        mpu/overlap/cuda.py); a rank's rows may make CHUNKS chunks at most.
+        """Return the kernels' arguments. chunk_rows: rows of one flag (see chunk_rows in
+        mpu/overlap/cuda.py); the rows of a rank may form at most CHUNKS chunks.
         """
         space, slot = self.workspace, self.slot
         inbox, outbox = self.memory.tables(slot, self.piece)
@@ -209,14 +211,14 @@ class CudaEpoch:
         return self.memory.all[holder][start : start + n].view(dtype).view(shape)
 
     def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of what `rank` wrote for this rank."""
+        """Return a view of the piece that `rank` wrote for this rank."""
         return self._piece(self.workspace.axis.rank, rank, torch.Size(shape), dtype)
 
     def send(self, x: Tensor) -> None:
-        """Copy x into every rank's memory and raise the flags of chunk 0, on a stream of its own.
+        """Copy x into every rank's memory and raise the flags of chunk 0, on a separate stream.
 
-        Copy engines copy, so that no SM is taken but the one where the flags' kernel runs, for an
-        instant. Keep x until `arrive` was called.
+        The copy engines do the copies, so that the only SM used is that of the short kernel for the
+        flags. Keep x until `arrive` is called.
         """
         axis, side = self.workspace.axis, self.workspace.copies
         side.wait_stream(torch.cuda.current_stream(self.workspace.device))
@@ -227,13 +229,13 @@ class CudaEpoch:
             raise_flags(self.slot.raises, self.slot.epoch)
 
     def arrive(self) -> None:
-        """Let this stream wait for what all ranks `send` in this epoch."""
+        """Make the current stream wait for the data that all ranks `send` in this epoch."""
         space = self.workspace
         torch.cuda.current_stream(space.device).wait_stream(space.copies)
         wait_flags(self.slot.arrived, self.slot.epoch, space.patience, space.error)
 
     def gathered(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return what all ranks wrote for this one, [n, ...] each, along dim 0."""
+        """Return the pieces of all ranks for this one, [n, ...] each, concatenated along dim 0."""
         size, rank = self.workspace.axis.size, self.workspace.axis.rank
         n = torch.Size(shape).numel() * dtype.itemsize
         if self.piece == n:
@@ -248,7 +250,7 @@ class CudaEpoch:
 
 
 class CudaSymmetricTransport(ProcessGroupTransport):
-    """Carries collectives by the process group; overlap kernels write through its workspace."""
+    """Runs collectives on the process group; overlap kernels write through its workspace."""
 
     symmetric = True
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define which ranks talk to each other, what carries their tensors, and what is in flight.
+"""Define groups of ranks that communicate, their transport, and handles of transfers in flight.
 
-Axis        a row of ranks, as one of them sees it: laid out by mpu/grid.py
-Transport   what carries the tensors of an axis: a process group (mpu/comm/collectives.py),
-            memory that the ranks of one host share (mpu/comm/shared_memory.py), memory that
-            GPUs write for each other (mpu/comm/symmetric_cuda.py), or nothing but shapes
-            (mpu/comm/meta.py)
-Handle      one collective or message that was started, to be waited for once
-Trace       is called at every start, where an axis has one (forecast/explainer/trace.py)
-Waits       keeps what this rank waits for, and for how long (mpu/comm/waits.py)
+Axis        a group of ranks, as one of them sees it: laid out by mpu/grid.py
+Transport   the backend of an axis: a process group (mpu/comm/collectives.py), memory shared by
+            the ranks of one host (mpu/comm/shared_memory.py), memory that GPUs write to each
+            other (mpu/comm/symmetric_cuda.py), or shapes only (mpu/comm/meta.py)
+Handle      one collective or message in flight, to be waited for once
+Trace       called at every start, if the axis has one (forecast/explainer/trace.py)
+Waits       records what this rank waits for, and for how long (mpu/comm/waits.py)
 """
 
 import time
@@ -30,9 +29,9 @@ class CommunicationError(RuntimeError):
 
 
 class Label(NamedTuple):
-    """Who starts a collective, and for which part of the step. A trace receives it.
+    """The origin of a collective and its phase of the step. A trace receives it.
 
-    who: the layer, the bucket, the pipeline message or the name that it belongs to.
+    who: the layer, bucket, pipeline message or name to which the collective belongs.
     phase: "forward", "backward", "wgrad", "grad sum", "gather", "norm", "update", ...
     """
 
@@ -41,9 +40,9 @@ class Label(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Rows of dim 0 in an all-to-all: what this rank sends to each rank, and gets from each.
+    """Rows of dim 0 in an all-to-all: `input` to each rank, `output` from each rank.
 
-    A rank's output[i] must be rank i's input for it. Zeros are allowed.
+    A rank's output[i] must equal rank i's input for this rank. Zeros are allowed.
     """
 
     input: tuple[int, ...]
@@ -51,7 +50,7 @@ class Splits(NamedTuple):
 
     @property
     def reversed(self) -> "Splits":
-        """Return the splits of the exchange that undoes this one."""
+        """Return the splits of the inverse exchange."""
         return Splits(self.output, self.input)
 
 
@@ -59,10 +58,10 @@ class Started(Protocol):
     """A trace's record of one collective that is about to start."""
 
     def waiting(self) -> None:
-        """Note that the wait for the result begins."""
+        """Record that the wait for the result begins."""
 
     def waited(self) -> None:
-        """Note that the result is there."""
+        """Record that the result is available."""
 
 
 class Trace(Protocol):
@@ -77,16 +76,16 @@ class Trace(Protocol):
         is_async: bool,
         label: Label | None,
     ) -> Started | None:
-        """Note a start; return what notes the wait, or None.
+        """Record a start; return the object that records its wait, or None.
 
-        tensor: the input; of a receive, the result. sent: bytes that leave this rank (sent_bytes).
+        tensor: the input; for a receive, the result. sent: bytes that this rank sends (sent_bytes).
         """
 
 
 class blocked:  # noqa: N801 - used as `with blocked(waits, wait):`
-    """Note that the rank waits in this block, unless in another thread or in a wait already.
+    """Record that the rank waits in this block, unless in another thread or a wait already.
 
-    A class and not a generator, which takes longer: a step enters it a hundred times.
+    A class, as a generator is slower: a step enters it about a hundred times.
     """
 
     __slots__ = ("_began", "_noted", "_wait", "_waits")
@@ -113,8 +112,8 @@ class Handle:
     """A collective in flight, with its tensors. `wait()` orders the current stream after it.
 
     Axis.start makes it; the block of a `with` then starts the work, and leaving the block waits for
-    it unless async_op. work: what torch.distributed returned. keep: tensors that must live until
-    the wait. finish: what is left to do after it.
+    it unless async_op. work: the result of torch.distributed. keep: tensors that must live until
+    the wait. finish: called after the wait.
     """
 
     def __init__(
@@ -160,11 +159,11 @@ class Handle:
         self.keep = ()
 
     def blocked(self) -> blocked:
-        """Return the block of a `with` in which the rank waits for this transfer."""
+        """Return a context manager for a block in which the rank waits for this transfer."""
         return blocked(self._waits, self._wait)
 
     def is_completed(self) -> bool:
-        """Return True when the transfer is over, as far as the backend tells without waiting."""
+        """Return whether the transfer is complete, as far as the backend reports it."""
         return self.work is None or bool(self.work.is_completed())
 
 
@@ -172,12 +171,13 @@ DONE = Handle()
 
 
 class Transport(ABC):
-    """What carries the tensors of an axis of several ranks.
+    """The communication backend of an axis of several ranks.
 
-    The methods are the verbs of mpu/comm/collectives.py, which says what each one returns.
+    The methods are the collectives of mpu/comm/collectives.py and the messages of mpu/comm/p2p.py,
+    where their results are documented.
 
-    staged: tensors of a GPU pass through host memory. symmetric: the ranks reach one another's
-    memory; else why_not says why they do not, if that is known.
+    staged: GPU tensors are copied through host memory. symmetric: the ranks can access one
+    another's memory; else why_not is the reason, if it is known.
     """
 
     staged = False
@@ -185,7 +185,7 @@ class Transport(ABC):
     why_not = ""
 
     def on_gpu(self, x: Tensor) -> bool:
-        """Return whether a tensor is on a GPU, or stands for one that is (mpu/comm/meta.py)."""
+        """Return whether a tensor is on a GPU, or represents one that is (mpu/comm/meta.py)."""
         return x.is_cuda
 
     @abstractmethod
@@ -239,9 +239,9 @@ class Axis:
     rank: int = 0  # this rank's place in the axis
     size: int = 1
     ranks: tuple[int, ...] = (0,)  # global ranks, in the order of the axis
-    transport: Transport | None = None  # None at size 1, and where nothing is sent (a dry run)
+    transport: Transport | None = None  # None at size 1, and before Grid.connect
     trace: Trace | None = None  # receives every start, unless None
-    waits: Waits | None = None  # the timed waits of this rank, of all its axes
+    waits: Waits | None = None  # the timed waits of this rank, over all its axes
 
     @property
     def following(self) -> list[int]:
@@ -254,16 +254,16 @@ class Axis:
 
     @property
     def staged(self) -> bool:
-        """Return whether tensors of a GPU pass through host memory."""
+        """Return whether GPU tensors are copied through host memory."""
         return self.transport is not None and self.transport.staged
 
     @property
     def symmetric(self) -> bool:
-        """Return whether the ranks reach one another's memory."""
+        """Return whether the ranks can access one another's memory."""
         return self.transport is not None and self.transport.symmetric
 
     def on_gpu(self, x: Tensor) -> bool:
-        """Return whether a tensor that the ranks send is on a GPU."""
+        """Return whether a tensor is on a GPU, or represents one that is."""
         return x.is_cuda if self.transport is None else self.transport.on_gpu(x)
 
     @property
@@ -288,9 +288,9 @@ class Axis:
     ) -> Handle:
         """Record the start of one collective or message; return its Handle.
 
-        The caller starts it in the block of `with handle`. tensor: the input; of a receive, the
-        result. label: who asks, for the trace. peer: of a message, the rank in the world at its
-        other end. splits: of an uneven all-to-all.
+        The caller starts it in the block of `with handle`. tensor: the input; for a receive, the
+        result. label: the caller, for the trace. peer: for a message, the global rank at the other
+        end. splits: for an uneven all-to-all.
         """
         event = None
         if self.trace is not None:
@@ -309,7 +309,7 @@ class Axis:
 def sent_bytes(verb: str, tensor: Tensor, size: int, leaving: int | None = None) -> int:
     """Return the bytes that a rank sends for a verb on `tensor`, by the ideal algorithm.
 
-    leaving: of an uneven all-to-all, the rows for other ranks.
+    leaving: for an uneven all-to-all, the rows for other ranks.
     """
     n = tensor.numel() * tensor.element_size()
     if leaving is not None:

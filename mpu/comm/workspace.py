@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the collectives of an axis two slots of shared memory, used alternately.
+"""Two slots of shared memory for the collectives of an axis, used alternately.
 
 epoch e       rank 0                                rank 1
-              begin: slot e % 2, when all have closed epoch e - 2
+              begin: slot e % 2, once all ranks have closed epoch e - 2
               write part 0 | signal                 write part 1 | signal
               wait for 1   | read part 1 in place   wait for 0   | read part 0 in place
               close                                 close
@@ -18,16 +18,16 @@ from torch import Tensor
 from mpu.comm.symmetric import SymmetricBuffer, Unavailable, copy
 from mpu.comm.transport import Axis, CommunicationError
 
-SLOTS = 2  # one is written while the one before is still read
-VIEWS = 256  # of the memory that are kept
+SLOTS = 2  # one is written while the other is still read
+VIEWS = 256  # capacity of the cache of views of the memory
 
 
 class Workspace:
-    """What the collectives of one axis share: SLOTS slots, which grow to the largest message.
+    """The shared memory of one axis' collectives: SLOTS slots, which grow to the largest message.
 
     axis: its transport must be a process group, over which the ranks agree on the memory. All ranks
-    use the workspace in the same order, as they use a process group. ranks: of this host, on all
-    axes (0: unknown).
+    use the workspace in the same order, as they use a process group. ranks: number of ranks on this
+    host, over all axes (0: unknown).
     """
 
     def __init__(self, axis: Axis, timeout: timedelta, ranks: int = 0) -> None:
@@ -39,7 +39,7 @@ class Workspace:
     def _allocate(self, slot_bytes: int) -> None:
         self.buffer = SymmetricBuffer(self.axis, SLOTS * slot_bytes, self.timeout, self.ranks)
         self.slot_bytes = slot_bytes
-        # the same few views in each step, and three operations to make one
+        # cached: each step uses the same few views, and a view takes three operations to make
         self.view = lru_cache(VIEWS)(partial(_view, self.buffer.data))
 
     def begin(self, part_bytes: int) -> "Epoch":
@@ -79,38 +79,37 @@ def _view(data: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 class Epoch:
-    """One use of a slot: a part for each rank, and its flags, in two phases (MPI's access epoch).
-    """
+    """One use of a slot: a part for each rank, and flags in two phases (MPI's access epoch)."""
 
     def __init__(self, workspace: Workspace, epoch: int, part_bytes: int) -> None:
         self.workspace, self.buffer = workspace, workspace.buffer
         self.epoch, self.part_bytes, self.phase = epoch, part_bytes, 0
-        self.complete: Callable[[], None] = self.close  # a later epoch that needs the slot calls it
+        self.complete: Callable[[], None] = self.close  # called by the epoch that reuses the slot
         self._start, self._view = epoch % SLOTS * workspace.slot_bytes, workspace.view
 
     def part(
         self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
     ) -> Tensor:
-        """Return a view of the part that `rank` writes, from `offset` bytes on."""
+        """Return a view of the part that `rank` writes, starting at `offset` bytes."""
         view = self._view(self._start + rank * self.part_bytes + offset, shape, dtype)
         assert offset + view.nbytes <= self.part_bytes
         return view
 
     def gathered(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of all parts, one behind the other along dim 0."""
+        """Return a view of all parts, concatenated along dim 0."""
         return self._view(self._start, shape, dtype)
 
     def put(self, x: Tensor) -> None:
-        """Write x as this rank's part, and signal."""
+        """Write x as this rank's part and signal all ranks."""
         copy(self.part(self.buffer.rank, tuple(x.shape), x.dtype), x)
         self.signal_all()
 
     def signal(self, dst: int) -> None:
-        """Signal that what was written for rank dst is ready."""
+        """Signal to rank dst that the data written for it is ready."""
         self.buffer.signal(dst, 2 * self.epoch + self.phase)
 
     def signal_all(self) -> None:
-        """Signal that what was written is ready for all ranks."""
+        """Signal to all ranks that the data written is ready."""
         self.buffer.signal_all(2 * self.epoch + self.phase)
 
     def wait(self) -> None:

@@ -2,24 +2,24 @@
 """Multiply all ranks' rows by this rank's weight while the rows arrive: y = gather(x) w^T.
 
 One launch. The first programs push this rank's rows into its peers' memory, chunk by chunk, and
-raise a flag for each chunk; then they multiply with the others, which begin with the own rows:
+raise a flag for each chunk; then they join the other programs, which multiply own rows first:
 
     rank 1 of 3, chunks a b       time ->
-    pushers    1a>0  1b>0  1a>2  1b>2 | then as the others     the rank before needs them first
+    pushers    1a>0  1b>0  1a>2  1b>2 | then as the others     the previous rank needs them first
     from 2           2a    2b                     flags (2 -> 1), chunks a and b
     from 0                       0a    0b
     programs   1a 1b | 2a 2b | 0a 0b              row tiles; 2b waits for the flag of chunk 2b
 
-A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait.
+A tile waits only for the chunks that contain its rows (tiles.py); own rows need no wait.
 
-No program that waits holds back what raises a flag, so the ranks cannot wait in a circle, whatever
-order the hardware starts programs in and however few of them run:
-- Pieces to push and tiles to multiply are taken by tickets (tickets.py) by programs that run.
+No waiting program holds up the raising of a flag, so the ranks cannot deadlock, in whatever order
+the hardware starts programs and however few of them run:
+- Pieces to push and tiles to multiply are taken by tickets (tickets.py), by running programs.
 - Pushers are the first programs that begin. They push until no piece is left and only then take a
-  tile. Another program takes a tile only when all pushers have begun. So all of a rank's rows are
-  taken and pushed by programs that run and wait for nothing.
-- So a rank's flags all rise once one of its programs runs, and it needs one SM for that. Other
-  kernels leave one: a kernel of ours takes all SMs but `sms_left`, one of NCCL a few.
+  tile. Any other program takes a tile only when all pushers have begun. So all of a rank's rows are
+  pushed by running programs that wait for nothing.
+- So all flags of a rank rise once one of its programs runs, for which it needs one SM. Other
+  kernels leave one free: our kernels use all SMs but `sms_left`, NCCL's only a few.
 """
 
 from collections.abc import Mapping
@@ -52,9 +52,9 @@ from mpu.kernels.signals import (
 from mpu.kernels.tickets import BEGUN, MULTIPLIED, PUSHED, leave, take
 
 PUSHERS = 16  # programs that push, on a GPU
-PUSH_ROWS = 16  # rows that a pusher copies before it counts them: fine, so that chunks go in order
-PUSH_BYTES = 64  # of these rows, that a thread reads at once
-PIECES = tl.constexpr(4)  # of PUSH_BYTES, all read before the first is written
+PUSH_ROWS = 16  # rows that a pusher copies per ticket: few, so that chunks are sent in order
+PUSH_BYTES = 64  # bytes of these rows that a thread reads at once
+PIECES = tl.constexpr(4)  # pieces of PUSH_BYTES that are read before the first is written
 tile_at = compiled(tiles.tile_at)
 tile_count = compiled(tiles.tile_count)
 
@@ -64,7 +64,7 @@ def push_rows(
     x, outbox, raises, counters, tickets, m, k, chunk_rows, flag_stride, chunks, rank, epoch,
     WORLD: tl.constexpr, PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    """Copy own rows x [m, k] to every peer, first to the rank before, and raise the flags."""
+    """Copy own rows x [m, k] to every peer, first to the previous rank, and raise the flags."""
     total = tile_count(WORLD - 1, m, 1, PUSH_M, 1)
     index = take(tickets, PUSHED)
     while index < total:
@@ -81,7 +81,7 @@ def push_rows(
 
 @triton.jit
 def push_tile(x, there, rows, m, k, PUSH_K: tl.constexpr):
-    """Copy some rows of x [m, k], with PIECES reads under way at a time."""
+    """Copy some rows of x [m, k], with PIECES reads in flight at a time."""
     for at in range(0, k, PIECES * PUSH_K):
         pieces = ()
         for piece in tl.static_range(PIECES):
@@ -102,7 +102,7 @@ def multiply_rows(
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
     DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of y, the own rows first, each when the chunks it needs have come."""
+    """Compute the tiles of y, own rows first, each once the chunks that it needs have arrived."""
     error = error.to(tl.int64).to(tl.pointer_type(tl.int32))
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
     total = tile_count(WORLD, m, n, BLOCK_M, BLOCK_N)
@@ -132,7 +132,7 @@ def multiply_rows(
 
 
 def cost(a: Mapping[str, Any]) -> Cost:
-    """Own rows go to WORLD - 1 ranks; rows of all ranks meet the weight."""
+    """Return the cost: own rows are sent to WORLD - 1 ranks; all ranks' rows are multiplied."""
     m, n, k, world, size = a["m"], a["n"], a["k"], a["WORLD"], a["x"].element_size()
     pushed = 2 * (world - 1) * m * k * size
     multiplied = (world * m * k + n * k) * size + world * m * n * a["y"].element_size()
@@ -166,7 +166,7 @@ def all_gather_matmul_kernel(
 
 
 def push_columns(blocks: Blocks, dtype: torch.dtype) -> int:
-    """Return the columns of PUSH_ROWS rows of which each thread has PUSH_BYTES."""
+    """Return the number of columns of PUSH_ROWS rows for which each thread has PUSH_BYTES."""
     return PUSH_BYTES * 32 * blocks.warps // (PUSH_ROWS * dtype.itemsize)
 
 
@@ -175,8 +175,8 @@ def all_gather_matmul(
 ) -> Tensor:
     """Return gather(x) w^T, [world m, n], of own rows x [m, k] and weight w [n, k].
 
-    w: any strides of which one is 1 (`weight.t()` of a [k, n] weight will do). Raises ValueError on
-    a device or dtype that the kernels do not take.
+    w: any strides of which one is 1, so `weight.t()` of a [k, n] weight is fine. Raises ValueError
+    for a device or dtype that the kernels do not support.
     """
     check_device(x)
     (m, k), n = x.shape, w.shape[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Triton's kernels run in this process: asked here and nowhere else.
+"""Whether Triton's kernels run in this process: this module is the only place that decides it.
 
-That the package is installed is not enough. Triton compiles its launcher when the first kernel is
-launched, with a C compiler and Python.h, links it with libcuda.so, and writes it to a cache.
+It is not enough that the package is installed. At the first launch Triton compiles its launcher
+with a C compiler and Python.h, links it with libcuda.so, and writes it to a cache.
 """
 
 import re
@@ -19,24 +19,24 @@ import torch
 def why_not() -> str:
     """Return why Triton's kernels do not run on this process's GPU, or "" if they do.
 
-    The first call launches one, so call it at start, and not while a CUDA graph is captured.
+    The first call launches one, so call it at startup, not while a CUDA graph is captured.
     """
     if find_spec("triton") is None:
         return "Triton is not installed"
     try:
         launch()
-    except Exception as error:  # whatever a compiler, a linker, a file system or a driver says
+    except Exception as error:  # of a compiler, a linker, a file system or a driver
         return f"Triton launches no kernel here ({message_of(error)}){_hint()}"
     return ""
 
 
 def launches(x: torch.Tensor) -> bool:
-    """Return whether Triton's kernels take the memory of x: it is on a GPU where they run."""
+    """Return whether Triton's kernels can run on x: it is on a GPU and they are available."""
     return x.is_cuda and not why_not()
 
 
 def launch() -> None:
-    """Add 1 and 1 by a kernel on the current GPU, and wait for it."""
+    """Add 1 and 1 in a kernel on the current GPU, and wait for the result."""
     from mpu.kernels.sum_of_parts import sum_of_parts
 
     parts = torch.ones(2, 16, device="cuda")

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel requires of its arguments and does not check.
+"""The requirements of kernels on their arguments that the kernels do not check themselves.
 
-A kernel that reads a tensor at its address assumes strides, lengths and dtypes; with others it
-computes wrong numbers, and nothing raises. A Triton kernel of ours declares what it requires
-(mpu/kernels/declared.py). CALLS has csrc's and torch's, with where that is written. The words:
+A kernel that reads a tensor by its address assumes strides, lengths and dtypes; with others it
+silently computes wrong results. Our Triton kernels declare their requirements
+(mpu/kernels/declared.py). CALLS has those of csrc and torch, with their source. The keywords:
 
     whole       contiguous                          int64, int32, float32: of that dtype
     rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
-    aligned     at a multiple of 16 bytes           sums: fp64 if that is fp64, else fp32
-    half        bf16 or fp16                        like: of the strides of the argument before
-    columns     contiguous if it is transposed
+    aligned     at a multiple of 16 bytes           sums: fp64 if the first is fp64, else fp32
+    half        bf16 or fp16                        like: with the strides of the argument before
+    columns     contiguous once transposed
 
 Call sites make their arguments fit, or use another kernel (`fits`, `on_triton`, `kernel_of`). A
-rehearsal checks every launch, on a CPU too, and names the line (forecast/rehearsal). What
-a call site allocates, such as an output of empty_like, is checked too.
+rehearsal checks every launch, also on a CPU, and names the line (forecast/rehearsal). Tensors that
+a call site allocates, such as an output of empty_like, are checked too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,21 +27,21 @@ DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
 class Requirements(NamedTuple):
-    """What a call requires of its arguments, by name or by place; source: where it is written."""
+    """A call's requirements on its arguments, by name or position; source: where they are found."""
 
     of: Mapping[str | int, tuple[str, ...]]
     source: str
 
 
 def _row(source: str, **requirements: str) -> Requirements:
-    """Return a row: each keyword is an argument, its value words of the module's docstring."""
+    """Return a row: each keyword is an argument, its value keywords of the module's docstring."""
     return Requirements(
         {name: tuple(words.split()) for name, words in requirements.items()}, source
     )
 
 
 def _placed(source: str, *requirements: str) -> Requirements:
-    """Return a row of arguments by their places among a call's tensors."""
+    """Return a row of arguments, by their positions among a call's tensors."""
     return Requirements({i: tuple(words.split()) for i, words in enumerate(requirements)}, source)
 
 
@@ -49,14 +49,14 @@ SAME, SUMS, LABELS = "whole same", "whole sums", "whole int64"
 QKV_ALIKE = "rows same", "rows same like", "rows same like"
 KV_ALIKE = "rows same", "rows same", "rows same like"
 FUSED, ATTENTION = "csrc/fused.cpp", "csrc/attention.h"
-# sources of torch's kernels were read for a review at commits of its main branch, not again here
+# sources of torch's kernels were read in a review, at commits of its main branch; not reread since
 FLASH = "pytorch aten/src/ATen/native/transformers/cuda/{attention,flash_api}: not read again"
 CUDNN = "pytorch aten/src/ATen/native/cudnn/MHA.cpp, its graphs and what they are given"
 SCALED = "pytorch aten/src/ATen/native/cuda/ScaledBlas.cpp, ScaledBlasUtils.cpp: not read again"
 BLAS = "pytorch aten/src/ATen/native/cuda/Blas.cpp: not read again"
 
 CALLS: dict[str, Requirements] = {
-    # csrc, by the places of the tensors among a call's arguments
+    # csrc, by the positions of the tensors among a call's arguments
     "weft::norm_forward": _placed(FUSED, SAME, SAME, SAME, SAME, SAME, SUMS),
     "weft::norm_backward": _placed(FUSED, SAME, SAME, SUMS, SAME, SAME, SAME, SUMS),
     "weft::swiglu_forward": _placed(FUSED, SAME, SAME),
@@ -78,7 +78,7 @@ CALLS: dict[str, Requirements] = {
         FLASH, query="rows", key="rows same", value="rows same", out="same",
         logsumexp="whole float32",
     ),
-    # FlashAttention 3 and 4 take the place of the flash operators' kernels under the same names
+    # FlashAttention 3 and 4 replace the kernels of the flash operators under the same names
     "aten::_scaled_dot_product_cudnn_attention": _row(
         CUDNN, query="half rows aligned", key="rows same aligned", value="rows same aligned"
     ),
@@ -107,10 +107,10 @@ CALLS: dict[str, Requirements] = {
 def wrong(
     call: str, given: Mapping[str | int, object], required: Requirements | None = None
 ) -> Iterator[tuple[Tensor, str]]:
-    """Yield each argument of a call that the kernel would read wrongly, with a sentence.
+    """Yield each argument of a call that the kernel would misread, with a message.
 
-    given: tensors by name or place; what is None or no tensor is left out. required: what a kernel
-    declares, if the call stands in no row of CALLS.
+    given: arguments by name or position; those that are not tensors are ignored. required: the
+    declaration of a kernel that has no row in CALLS.
     """
     required = required or CALLS.get(call)
     if required is None:
@@ -143,13 +143,13 @@ MEANING = {
 
 
 def alike(x: Tensor, other: Tensor) -> bool:
-    """Return whether the strides of one tensor serve for both."""
+    """Return whether one tensor's strides are valid for both."""
     strides = zip(x.shape, x.stride(), other.stride(), strict=False)
     return all(n == 1 or mine == theirs for n, mine, theirs in strides)
 
 
 def fits(word: str, x: Tensor, kind: torch.dtype) -> bool:
-    """Return whether a tensor is what a word of the table says; kind: of the first tensor."""
+    """Return whether a tensor meets a requirement; kind: the dtype of the first tensor."""
     if word == "whole":
         return x.is_contiguous()
     if word == "columns":
@@ -168,17 +168,17 @@ def fits(word: str, x: Tensor, kind: torch.dtype) -> bool:
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# what scales are for, as torch.nn.functional.ScalingType numbers it
+# kinds of scales, as torch.nn.functional.ScalingType numbers them
 TENSOR, ROW, BLOCK_32, BLOCK_128, SQUARE = 0, 1, 3, 4, 5
 
 
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, kind_a: int, scale_b: Tensor, kind_b: int
 ) -> Iterator[tuple[Tensor, str]]:
-    """Yield each operand that torch's scaled_mm refuses on CUDA, or reads wrongly, with a sentence.
+    """Yield each operand that torch's scaled_mm rejects on CUDA, or misreads, with a message.
 
-    a [n, k], b [k, m]. Its shape functions check a part of it: not the dtypes of blocks' scales,
-    nor the strides of those (SCALED).
+    a [n, k], b [k, m]. torch's shape functions check only some of this: neither the dtypes nor the
+    strides of block scales (SCALED).
     """
     name = "aten::_scaled_mm_v2"
     dtypes, (n, k), m = {a.dtype, b.dtype}, a.shape, b.shape[1]

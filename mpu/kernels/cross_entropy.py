@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy of logits' rows: what a softmax needs in one pass, and its gradient in place.
+"""Cross entropy of rows of logits: the softmax statistics in one pass, and the gradient in place.
 
-    softmax_stats      one program a row: reads the logits once
-    softmax_gradient   one program a piece of a row: reads and writes them once
+    softmax_stats      one program per row: reads the logits once
+    softmax_gradient   one program per piece of a row: reads and writes them once
 
 Logits are read in their own dtype and computed in fp32, so no fp32 copy of them exists. Columns
-from `real` on are padding. `first` is the vocabulary's number of column 0: a label that lies
-elsewhere belongs to another rank's columns, or to another chunk's.
+from `real` on are padding. `first` is the vocabulary index of column 0: a label outside of these
+columns belongs to another rank, or to another chunk.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from torch import Tensor
 from mpu.kernels.declared import Cost, declared
 from mpu.kernels.launch import cdiv
 
-LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: inf - inf is not a number
+LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite, as inf - inf is NaN
 BLOCK, WARPS = 4096, 8  # columns and warps of a program
 
 
 def softmax_stats(rows: Tensor, labels: Tensor, first: int, real: int, out: Tensor) -> None:
     """Write out [3, n] in fp32: each row's maximum, sum of exp(l - maximum), and label's logit.
 
-    rows [n, width], labels [n] in int64. The logit is 0 where the label is not in these columns.
+    rows [n, width], labels [n] in int64. The logit is 0 if the label is not in these columns.
     """
     n, width = rows.shape
     softmax_stats_kernel.launch(
@@ -49,13 +49,13 @@ def softmax_gradient(
 
 
 def stats_cost(a: Mapping[str, Any]) -> Cost:
-    """Logits are read once; three numbers a row are written."""
+    """Return the cost: logits are read once; three numbers per row are written."""
     n, size = a["n"], a["rows"].element_size()
     return Cost(n * (a["real"] * size + 8 + 3 * 4), 0.0, ("out",))
 
 
 def gradient_cost(a: Mapping[str, Any]) -> Cost:
-    """Logits are read, and their gradient is written over them."""
+    """Return the cost: logits are read and overwritten by their gradient."""
     n, width = a["rows"].shape
     return Cost(n * ((a["real"] + width) * a["rows"].element_size() + 8 + 2 * 4), 0.0, ("rows",))
 
@@ -63,7 +63,7 @@ def gradient_cost(a: Mapping[str, Any]) -> Cost:
 @declared(stats_cost, rows="whole same", labels="whole int64", out="whole sums")
 @triton.jit
 def softmax_stats_kernel(rows, labels, out, n, width, first, real, BLOCK: tl.constexpr):
-    """Keep a maximum and the sum below it while the row goes by; a new maximum shrinks the sum."""
+    """Keep a running maximum and the sum relative to it; a new maximum rescales the sum."""
     row = tl.program_id(0)
     here = rows + row.to(tl.int64) * width
     top = tl.full((), LOWEST, tl.float32)

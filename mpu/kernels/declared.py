@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Triton kernel requires of its arguments and costs, written above the kernel.
+"""Declare a Triton kernel's requirements on its arguments and its cost, above the kernel.
 
     @declared(passes("x", "y"), x="whole same", y="whole same")
     @triton.jit
     def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
 
-The words of an argument are those of mpu/kernels/by_address.py. A rehearsal checks and times each
-launch by what stands here, and tests count a launch's bytes in the interpreter.
+The keywords for an argument are those of mpu/kernels/by_address.py. A rehearsal checks and times
+each launch by its declaration, and tests count a launch's bytes in the interpreter.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ from mpu.kernels.launch import Kernel
 
 
 class Cost(NamedTuple):
-    """Of one launch. bytes: read and written, of those that must move once: not of a tile or a
-    weight that is read again, nor of flags and tables of some hundred bytes. written: the arguments
-    that it writes. adds: those of them that it reads, too.
+    """The cost of one launch. bytes: the minimum of bytes read and written, without repeated reads
+    of a tile or a weight, and without flags and tables of a few hundred bytes. written: the
+    arguments that it writes. adds: those of them that it also reads.
     """
 
     bytes: int
@@ -28,18 +28,18 @@ class Cost(NamedTuple):
     adds: tuple[str, ...] = ()
 
 
-CostOf = Callable[[Mapping[str, Any]], Cost]  # of a launch's arguments, by name
+CostOf = Callable[[Mapping[str, Any]], Cost]  # takes a launch's arguments by name
 
 
 class Declared(NamedTuple):
-    """What a kernel requires, and what a launch with given arguments costs."""
+    """A kernel's requirements, and a function that returns the cost of a launch."""
 
     requires: Requirements
     cost: CostOf
 
 
 def declared(cost: CostOf, **requires: str) -> Callable[[Any], Kernel]:
-    """Declare a kernel's cost, and by argument what it requires."""
+    """Declare a kernel's cost, and its requirements by argument."""
 
     def declare(jitted: Any) -> Kernel:
         file = jitted.fn.__module__.replace(".", "/") + ".py"
@@ -52,7 +52,7 @@ def declared(cost: CostOf, **requires: str) -> Callable[[Any], Kernel]:
 
 
 def passes(read: str, written: str) -> CostOf:
-    """Return the cost of one pass over some arguments, each once, where it is given."""
+    """Return the cost function of one pass over some arguments, each moved once unless None."""
     names, wrote = (*read.split(), *written.split()), tuple(written.split())
 
     def cost(given: Mapping[str, Any]) -> Cost:

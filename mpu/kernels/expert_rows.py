@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add the rows that a token has at its experts, and give each its gradient: each in one pass.
+"""Combine a token's rows from its experts, and the backward of that: one pass each.
 
-    T tokens   k experts a token   n rows here   place [T, k]: the row of each pair, n or more where
-                                                 it is elsewhere, or was dropped
+    T tokens   k experts per token   n rows here   place [T, k]: the row of each pair, n or more if
+                                                   it is on another rank or was dropped
 
-    sum_rows           y_t = sum over j of w_tj rows[place_tj], in the order of j; w is 1 where none
+    sum_rows           y_t = sum over j of w_tj rows[place_tj], in the order of j; w is 1 if None
     combine_backward   drows[place_tj] = w_tj dy_t,   dw_tj = dy_t . rows[place_tj]
 
-torch's operations (mpu/layers/dispatch.py) take k times a copy of T rows in bf16, one in fp32, a
-product and a sum. Sums are fp32, fp64 for fp64. A program takes a token, so nothing is added by two
-of them.
+torch's operations (mpu/layers/dispatch.py) need k times a copy of T rows in bf16, one in fp32, a
+product and a sum. Sums are fp32, fp64 for fp64. Each token is handled by one program, so no two
+programs add to the same element.
 """
 
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor
 from mpu.kernels.declared import declared, passes
 from mpu.kernels.launch import cdiv, next_power_of_2
 
-WIDEST, WARPS = 2048, 4  # numbers of a row at a time: of 4096 backward spills on sm_100
+WIDEST, WARPS = 2048, 4  # elements of a row at a time: with 4096 backward spills on sm_100
 
 
 @declared(
@@ -68,7 +68,7 @@ def combine_backward_kernel(
 
 
 def block_of(width: int) -> int:
-    """Return how many numbers of a row a program takes at a time."""
+    """Return how many elements of a row a program handles at a time."""
     return int(min(WIDEST, next_power_of_2(width)))
 
 
@@ -87,7 +87,7 @@ def sum_rows(rows: Tensor, place: Tensor, weights: Tensor | None, out: Tensor) -
 def combine_backward(
     rows: Tensor, place: Tensor, weights: Tensor, dy: Tensor, drows: Tensor, dweights: Tensor
 ) -> None:
-    """Fill dweights [T, k], and drows [n, h] where a pair has a row; all contiguous."""
+    """Fill dweights [T, k], and the rows of drows [n, h] that have a pair; all contiguous."""
     (tokens, k), width = place.shape, dy.shape[1]
     if tokens:
         combine_backward_kernel.launch(

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make rows of float8 (mpu/layers/float8/rows.py), in one launch where no ranks share a scale.
+"""Make rows of float8 (mpu/layers/float8/rows.py), in one launch if no ranks share a scale.
 
-    rows         finds the scales and writes codes, bytes and padding: one scale a row, or a block
+    rows         computes the scales and writes codes, bytes and padding: a scale per row or block
     row_scales   reads x once; writes a byte for each block of each row, for ranks to agree on
     encode       reads x and the bytes; writes codes, bytes and padding
 
-x is read once where a program holds all numbers that share a scale: a block, or rows of up to
-MAX_ROW numbers that lie side by side. Else its rows are read twice, for the scale and for the
-codes. x is fp32 or bf16 of any strides, so that a transpose needs no copy. Or x is rows of float8,
-of which rows along the other dimension are made: their codes are decoded where they are read.
+x is read once if a program holds all numbers that share a scale: a block, or rows of up to MAX_ROW
+contiguous numbers. Otherwise its rows are read twice, for the scale and for the codes. x is fp32 or
+bf16 with any strides, so that a transpose needs no copy. Or x is rows of float8, from which rows
+along the other dimension are made: their codes are decoded as they are read.
 
 Codes are the same on every device. From compute capability 9.0 on an instruction rounds fp32 to
 float8: to nearest, ties to even, and clamped to the maximum (PTX ISA, cvt.rn.satfinite.e4m3x2.f32
-and .e5m2x2.f32). Elsewhere arithmetic on the bits of fp32 does the same; for 8.9 Triton would round
-twice, by way of fp16. These kernels are limited by instructions and not by memory: when they first
-ran, a number that was made again of rows took 79 (docs/gpu-results.md). Tiles are the fastest of
-those measured on an H200.
+and .e5m2x2.f32). On other devices arithmetic on the bits of fp32 does the same; for 8.9 Triton
+would round twice, via fp16. These kernels are limited by instructions, not by memory: at first they
+took 79 instructions per number requantized from rows (docs/gpu-results.md). Tile sizes are the
+fastest of those measured on an H200.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ from mpu.kernels.declared import Cost, declared
 from mpu.kernels.launch import cdiv, next_power_of_2
 
 ROWS, STEP, WARPS = 32, 128, 4  # of a tile
-MAX_ROW = 16384  # numbers of a row that a program holds
+MAX_ROW = 16384  # the longest row that a program holds, in numbers
 CONVERTS = (9, 0)  # the compute capability from which fp32 is rounded to float8 by an instruction
 
 
 class Codes(NamedTuple):
-    """A format: bits of a fraction, the exponent's bias, the top, which is 1.75 x 2^shift."""
+    """A format: bits of the fraction, bias of the exponent, and the maximum, 1.75 x 2^shift."""
 
     fraction: int
     bias: int
@@ -49,9 +49,9 @@ def converts(x: Tensor) -> bool:
 
 
 class Numbers(NamedTuple):
-    """What is read: x [n, k]; or, if block is not None, the transpose of rows x of float8.
+    """A kernel's input: x [n, k]; or, if block is not None, the transpose of float8 rows x.
 
-    block: numbers of those rows that share a scale, 0 for all; codes: how many each row has.
+    block: numbers of those rows that share a scale, 0 for all; codes: the number per row.
     """
 
     x: Tensor
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
     codes: int = 0
 
     def arguments(self) -> tuple[Tensor, int, int, int, int, int, int, bool]:
-        """Return the kernels' first arguments, and whether x is rows."""
+        """Return the first arguments of the kernels, and whether x is float8 rows."""
         along_n, along_k = self.x.stride()
         if self.block is not None:
             along_n, along_k = 1, along_k * self.x.stride(0)
@@ -70,7 +70,7 @@ class Numbers(NamedTuple):
 
     @property
     def side_by_side(self) -> bool:
-        """Return whether the numbers of a row lie side by side."""
+        """Return whether the numbers of a row are contiguous."""
         return self.block is None and self.x.stride(1) == 1
 
 
@@ -89,7 +89,7 @@ def row_scales(given: Numbers, block: int, out: Tensor, form: Codes) -> None:
 def encode(given: Numbers, scales: Tensor, out: Tensor, wide: Tensor | None, form: Codes) -> None:
     """Fill rows out [n, length], uint8, and wide [n, blocks], if given, with their scales in fp32.
 
-    scales: [n, blocks], bytes, whose strides may be 0. wide lies column by column.
+    scales: [n, blocks], bytes, whose strides may be 0. wide is column-major.
     """
     *sizes, rows = given.arguments()
     length, blocks = out.shape[1], scales.shape[1]
@@ -104,9 +104,9 @@ def encode(given: Numbers, scales: Tensor, out: Tensor, wide: Tensor | None, for
 def rows(
     given: Numbers, block: int, out: Tensor, wide: Tensor | None, form: Codes, square: bool
 ) -> None:
-    """Fill what `encode` fills, with the scales of `row_scales`: one launch.
+    """Do `row_scales` and `encode` in one launch.
 
-    square: a scale is that of block rows, too.
+    square: a scale also spans `block` rows.
     """
     *sizes, from_rows = given.arguments()
     blocks, tile = given.k // block if block else 1, tile_of(given, block, square)
@@ -120,9 +120,9 @@ def rows(
 
 
 def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
-    """Return the rows and numbers of a tile, whether it holds what shares a scale, its warps.
+    """Return a tile's rows, columns and warps, and whether it holds all numbers that share a scale.
 
-    Of rows of float8 the rows of a tile lie in one block.
+    If the input is float8 rows, the rows of a tile are in one block.
     """
     if block:
         rows = block if square else min(2 * ROWS, block) if given.block else ROWS
@@ -136,7 +136,7 @@ def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
 
 
 def piece_of(given: Numbers) -> dict[str, int]:
-    """Return the rows and numbers of a tile that is a piece of its rows, and its warps."""
+    """Return the rows, columns and warps of a tile that covers only a piece of its rows."""
     rows, step = (2, 2048) if given.side_by_side else (ROWS, 256)
     return dict(ROWS=rows, STEP=step, num_warps=8)
 
@@ -145,8 +145,8 @@ def piece_of(given: Numbers) -> dict[str, int]:
 def number_of(code, FRACTION: tl.constexpr, CONVERTS: tl.constexpr):
     """Return the numbers of codes, uint8, in fp32.
 
-    The bits of a code, moved to where fp16 has them, are the code's number, times 2^-8 for e4m3,
-    whose exponent has a bit less than fp16's: of subnormal codes, too.
+    The bits of a code, shifted to their place in fp16, are the code's number, times 2^-8 for e4m3,
+    whose exponent has one bit less than fp16's. This also holds for subnormal codes.
     """
     if CONVERTS:
         form: tl.constexpr = tl.float8e4nv if FRACTION == 3 else tl.float8e5
@@ -166,7 +166,7 @@ def read(
     x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS: tl.constexpr,
     FRACTION: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile of x [n, k] at [first, start] in fp32: of rows, codes times their scales."""
+    """Return the tile of x [n, k] at [first, start] in fp32; float8 rows are decoded."""
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, STEP)[None, :]
     inside = (first + i < n) & (start + j < k)
     row = x + tl.cast(start, tl.int64) * along_k
@@ -184,7 +184,7 @@ def read(
 
 @triton.jit
 def byte_of(top, SHIFT: tl.constexpr):
-    """Return the byte of a scale, given the bits of the largest number that shares it."""
+    """Return the byte of a scale, given the bits of the largest absolute value that shares it."""
     byte = tl.maximum(((top + 0x1FFFFF) >> 23) - SHIFT, 1)
     return tl.where(top >= 0x7F800000, 255, byte)
 
@@ -194,7 +194,7 @@ def code_of(
     number, byte, FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of numbers divided by the scales of bytes, in uint8."""
+    """Return the codes, in uint8, of numbers divided by the scales that the bytes represent."""
     inverse = (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
     if CONVERTS:
         form: tl.constexpr = tl.float8e4nv if FRACTION == 3 else tl.float8e5
@@ -222,7 +222,7 @@ def rows_at(out, first, length, ROWS: tl.constexpr):
 
 @triton.jit
 def write_scales(row, wide, i, column, byte, n, k, blocks):
-    """Write bytes of scales behind the codes, and to `wide` in fp32, column by column."""
+    """Write the bytes of scales after the codes, and the scales in fp32 to `wide`, column-major."""
     real = (i < n) & (column < blocks)
     tl.store(row + k + column, byte.to(tl.uint8), real)
     if wide is not None:
@@ -231,31 +231,30 @@ def write_scales(row, wide, i, column, byte, n, k, blocks):
 
 @triton.jit
 def finish(row, real, k, blocks, length):
-    """Write the zeros that follow the scales."""
+    """Write the zero padding after the scales."""
     place = (blocks + tl.arange(0, 16))[None, :]
     tl.store(row + k + place, 0, real & (k + place < length))
 
 
 def scales_cost(a: Mapping[str, Any]) -> Cost:
-    """Numbers are read once."""
+    """Return the cost: numbers are read once."""
     return Cost(a["n"] * a["k"] * a["x"].element_size() + a["out"].numel(), 0.0, ("out",))
 
 
 def encode_cost(a: Mapping[str, Any]) -> Cost:
-    """Numbers and scales are read, rows are written, with scales in fp32 where they are requested.
-    """
+    """Return the cost: numbers and scales are read; rows, and fp32 scales if requested, written."""
     moved = a["n"] * a["k"] * a["x"].element_size() + a["n"] * a["blocks"]
     return Cost(moved + written_bytes(a), 0.0, ("out", "wide"))
 
 
 def rows_cost(a: Mapping[str, Any]) -> Cost:
-    """Numbers are read once, or twice where a tile has not all that share a scale."""
+    """Return the cost: numbers are read once, or twice if a scale spans several tiles."""
     moved = a["n"] * a["k"] * a["x"].element_size() * (1 if a["WHOLE"] else 2)
     return Cost(moved + written_bytes(a), 0.0, ("out", "wide"))
 
 
 def written_bytes(a: Mapping[str, Any]) -> int:
-    """Return the bytes of rows, and of scales in fp32 where they are requested."""
+    """Return the bytes of rows, and of fp32 scales if they are requested."""
     return int(a["out"].numel() + (0 if a["wide"] is None else a["wide"].nbytes))
 
 
@@ -266,7 +265,7 @@ def row_scales_kernel(
     FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr, SHIFT: tl.constexpr,
     CONVERTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write bytes of a tile's blocks, or of whole rows: the maximum of the numbers' bits."""
+    """Write the scale bytes of a tile's blocks, or of whole rows, from the maximum of the bits."""
     first = tl.program_id(0) * ROWS
     i = (first + tl.arange(0, ROWS))[:, None]
     begin = tl.program_id(1) * STEP
@@ -293,7 +292,7 @@ def encode_kernel(
     BIAS: tl.constexpr, TOP: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a tile; the first tile of a row also writes what follows them."""
+    """Write the codes of a tile; the first tile of a row also writes the padding."""
     first, start = tl.program_id(0) * ROWS, tl.program_id(1) * STEP
     number = read(
         x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS, FRACTION, CONVERTS,
@@ -324,7 +323,7 @@ def rows_kernel(
     TOP: tl.constexpr, SHIFT: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write rows, with the scales that they need. WHOLE: a tile has all numbers of its scales."""
+    """Compute scales and write rows. WHOLE: a tile has all numbers that share its scales."""
     first, step = tl.program_id(0) * ROWS, tl.arange(0, STEP)[None, :]
     i, row = (first + tl.arange(0, ROWS))[:, None], rows_at(out, first, length, ROWS)
     groups: tl.constexpr = STEP // BLOCK if BLOCK else 1

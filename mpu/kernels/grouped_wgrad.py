@@ -3,12 +3,12 @@
 
     main[e] [o, i] += dy_e^T x_e     over the rows of expert e, which end at ends[e]
 
-A program has a tile of one expert's gradient. It sums over the expert's rows in fp32 and adds what
-is there last, as a matmul that accumulates (mpu/layers/linear.py) does for one expert. An expert
-without rows adds nothing; where the gradient is fresh, it is set to zero.
+A program computes a tile of one expert's gradient. It sums over the expert's rows in fp32 and adds
+the previous gradient last, as an accumulating matmul (mpu/layers/linear.py) does for one expert. An
+expert without rows adds nothing; a fresh gradient is then set to zero.
 
-Programs of an expert follow one another, GROUP tiles of o at a time over all of i, so that they
-share its rows in the cache.
+Programs of an expert are consecutive, GROUP tiles of o at a time over all of i, so that they share
+its rows in the cache.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def grouped_wgrad(x: Tensor, dy: Tensor, ends: Tensor, main: Tensor, fresh: bool
 
 
 def cost(a: Mapping[str, Any]) -> Cost:
-    """Rows are read once; the gradients are written, and read where something is added."""
+    """Return the cost: rows are read once; gradients are written, and read unless fresh."""
     n, o, i, main = len(a["x"]), a["o"], a["i"], a["main"].nbytes
     moved = a["x"].nbytes + a["dy"].nbytes + main * (1 if a["FRESH"] else 2)
     return Cost(moved, 2.0 * n * o * i, ("main",), () if a["FRESH"] else ("main",))
@@ -51,7 +51,7 @@ def grouped_wgrad_kernel(
     x, dy, ends, main, o, i, FRESH: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, DOT_F32: tl.constexpr,
 ):  # fmt: skip
-    """A tile of main[e]. DOT_F32: the interpreter does not multiply bf16 as it should."""
+    """Compute a tile of main[e]. DOT_F32: the interpreter multiplies bf16 wrongly, so use fp32."""
     expert = tl.program_id(0)
     tiles_o, tiles_i = tl.cdiv(o, TILE_O), tl.cdiv(i, TILE_I)
     first = tl.program_id(1) // (GROUP * tiles_i) * GROUP

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch Triton's kernels: each launch of the product passes `Kernel.launch`.
+"""Launch Triton's kernels: all launches of the product go through `Kernel.launch`.
 
-On each launch Triton binds the arguments, finds out how it specialises each of them, makes a text
-of the options, and looks up what it compiled: 6 to 30 us of Python, dozens of times a layer. All of
-it is the same for the same numbers and constants, the same dtypes and the same alignment of
-addresses. So what Triton took for a launch is kept under these, and a launch that is found hands
-addresses and numbers to the compiled kernel. What is not found goes to Triton, which decides alone
-what is compiled (`python benchmarks/bench_launch.py`).
+At each launch Triton binds the arguments, determines how to specialise each of them, formats the
+options, and looks up the compiled kernel: 6 to 30 us of Python, dozens of times per layer. The
+result is the same for equal integers and constants, dtypes and alignments of addresses. So the
+compiled kernel of a launch is cached under these, and a cache hit passes addresses and numbers
+directly to it. On a miss Triton launches, and alone decides what is compiled
+(`python benchmarks/bench_launch.py`).
 
-    found under        grid, device, numbers, constants, options; of each tensor its dtype, and
+    cache key          grid, device, numbers, constants, options; of each tensor its dtype, and
                        whether its address is a multiple of 16
-    not looked at      floats that are no constants, and numbers that stand in `do_not_specialize`
-                       but for whether they fit 32 bits
+    not in the key     floats that are not constants, and numbers in `do_not_specialize`, except for
+                       whether they fit 32 bits
 """
 
 from collections.abc import Callable, Sequence
@@ -25,24 +25,24 @@ from triton.runtime.driver import driver
 from mpu.kernels.by_address import ALIGN
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET was set at import
-KEPT = 4096  # launches of a kernel; where sizes change with every call, they begin anew
+KEPT = 4096  # cached launches per kernel; a full cache is cleared, as sizes may change every call
 FITS = range(-(1 << 31), 1 << 31)  # numbers that Triton passes in 32 bits
 
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 def cdiv(n: int, size: int) -> int:
-    """Return how many pieces of a size hold n; triton.cdiv takes 2 us."""
+    """Return n / size, rounded up; triton.cdiv takes 2 us."""
     return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is n >= 1 or more; Triton's takes 2 us."""
+    """Return the smallest power of two >= n, for n >= 1; Triton's takes 2 us."""
     return 1 << (n - 1).bit_length()
 
 
 class Compiled(NamedTuple):
-    """What Triton took for a launch."""
+    """A compiled kernel and its launch parameters, from Triton."""
 
     run: Callable[..., object]
     grid: tuple[int, ...]
@@ -51,17 +51,17 @@ class Compiled(NamedTuple):
 
 
 class Call:
-    """How a kernel's arguments are given: the first ones by place, the others by these names.
+    """How a kernel's arguments are passed: the first ones by position, the others by `named`.
 
-    tensors, values, free: pick the tensors, what Triton looks at of the others, and numbers of
-    which it looks at the size alone. arrange: picks the kernel's arguments, in its own order and
-    without options, from the tensors' addresses and all that was given.
+    tensors, values, free: select the tensors, the other arguments on which Triton specialises, and
+    the integers of which only the size matters. arrange: selects the kernel's arguments, in its own
+    order and without options, from the tensors' addresses followed by all arguments.
     """
 
     def __init__(
         self, kernel: Any, given: tuple[Any, ...], named: Sequence[str], seen: frozenset[int]
     ) -> None:
-        """seen: the places of tensors, of `given` or of an earlier call that had None elsewhere."""
+        """seen: positions of tensors in `given`, or in an earlier call that had None elsewhere."""
         self.seen, self.compiled = seen, dict[tuple[Any, ...], Compiled]()
         names = [*kernel.arg_names[: len(given) - len(named)], *named]
         of = {param.name: param for param in kernel.params}
@@ -80,12 +80,12 @@ class Call:
 
 
 def places_of_tensors(given: Sequence[Any]) -> frozenset[int]:
-    """Return where tensors stand."""
+    """Return the positions of tensors."""
     return frozenset(i for i, value in enumerate(given) if isinstance(value, Tensor))
 
 
 def pick(places: Sequence[int]) -> Pick:
-    """Return what picks items of a tuple."""
+    """Return a function that selects items of a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     only = slice(places[0], places[0] + 1) if places else slice(0)
@@ -93,9 +93,9 @@ def pick(places: Sequence[int]) -> Pick:
 
 
 class Kernel:
-    """A Triton kernel, with what is declared of it (mpu/kernels/declared.py).
+    """A Triton kernel, with its declaration (mpu/kernels/declared.py).
 
-    jitted: what `triton.jit` returned, for what compiles it without a launch.
+    jitted: the result of `triton.jit`, for compiling it without a launch.
     """
 
     def __init__(self, jitted: Any, declared: Any) -> None:
@@ -106,8 +106,8 @@ class Kernel:
     def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         """Launch `grid` programs on the current stream of the current device.
 
-        All arguments are given, by place or by name, and options of Triton by name (num_warps).
-        Hooks of Triton's profiler are called only where a launch is not found.
+        Pass all arguments, by position or by name, and options of Triton by name (num_warps). Hooks
+        of Triton's profiler are only called for launches that are not in the cache.
         """
         if INTERPRETED:
             self.jitted[grid](*args, **named)
@@ -142,7 +142,7 @@ class Kernel:
             run(*size, stream, function, metadata, None, None, None, *call.arrange(given))
             return
         compiled = self.jitted[grid](*args, **named)
-        if not (seen := places_of_tensors(given)) <= call.seen:  # before, some were None
+        if not (seen := places_of_tensors(given)) <= call.seen:  # some were None before
             self._calls[names] = Call(self.jitted, given, names, call.seen | seen)
             return
         if len(call.compiled) == KEPT:

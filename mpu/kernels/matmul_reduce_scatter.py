@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply, and let each rank add up its own rows: out = sum over ranks of (x w^T)[its rows].
+"""Multiply, then sum each rank's own rows over the ranks: out = sum over ranks of (x w^T)[rows].
 
-Two launches. The first multiplies, the rows of remote owners first, stores each tile where its
-owner reads it, and raises a flag for each chunk of rows. It waits for nobody, and its tiles are
-taken by the programs that run (tickets.py), so one SM is enough for all its flags to rise. The
-second adds:
+Two launches. The first multiplies, rows of remote owners first, stores each tile in its owner's
+memory, and raises a flag for each chunk of rows. It never waits, and its tiles are taken by running
+programs (tickets.py), so one SM is enough for all its flags to rise. The second adds:
 
     rank 1 of 3, chunks a b       time ->
     programs   2a 2b | 0a 0b | 1a 1b              row tiles; the last tile of a chunk
@@ -12,9 +11,9 @@ second adds:
     add                            1a: 0 + 1 + 2  waits for 1a of ranks 0 and 2
                                    1b: 0 + 1 + 2
 
-A rank sends in the dtype of the result. Its own part too passes through memory in that dtype, so
-all contributions are alike. They are added in rank order, in fp32, and rounded once: the bits do
-not depend on which rank was late.
+A rank sends in the dtype of the result. Its own part is also stored in that dtype, so that all
+contributions are treated alike. They are added in rank order, in fp32, and rounded once: the bits
+do not depend on which rank was late.
 """
 
 from collections.abc import Mapping
@@ -47,20 +46,20 @@ from mpu.kernels.signals import (
 from mpu.kernels.tickets import MULTIPLIED, leave, take
 
 REDUCE_ROWS, REDUCE_COLUMNS = 8, 256
-REDUCE_PROGRAMS = 4  # on each SM: their reads hide one another's latency
+REDUCE_PROGRAMS = 4  # per SM: they hide each other's memory latency
 BATCH = tl.constexpr(8)  # ranks whose parts are read before the first is added
 tile_at = compiled(tiles.tile_at)
 tile_count = compiled(tiles.tile_count)
 
 
 def scatter_cost(a: Mapping[str, Any]) -> Cost:
-    """Rows of all ranks meet the weight; each rank's are written where it reads them."""
+    """Return the cost: all ranks' rows are multiplied, and written to their owners' memory."""
     m, n, k, world, size = a["m"], a["n"], a["k"], a["WORLD"], a["x"].element_size()
     return Cost((world * m * k + n * k + world * m * n) * size, 2.0 * world * m * n * k)
 
 
 def reduce_cost(a: Mapping[str, Any]) -> Cost:
-    """The parts of all ranks are added up."""
+    """Return the cost: the parts of all ranks are read and their sum is written."""
     moved = a["m"] * a["n"] * (a["WORLD"] + 1) * a["out"].element_size()
     return Cost(moved, 0.0, ("out",))
 
@@ -73,7 +72,7 @@ def matmul_scatter_kernel(
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
     DOT_F32: tl.constexpr, PRECISION: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x [WORLD m, k] by w [n, k] (strides); rows of d go to outbox[d], [m, n]."""
+    """Multiply x [WORLD m, k] by w [n, k] (strides); write rows of rank d to outbox[d], [m, n]."""
     xs = open_rows(x, WORLD * m, k, BLOCK_M, BLOCK_K, TMA)
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
     now = tl.load(epoch)
@@ -109,7 +108,7 @@ def reduce_kernel(
 ):  # fmt: skip
     """Compute out [m, n] = sum over r, in order, of inbox[r], [m, n].
 
-    A program waits for a chunk once, for all ranks together.
+    A program waits once per chunk, for all ranks together.
     """
     error = error.to(tl.int64).to(tl.pointer_type(tl.int32))
     now = tl.load(epoch)
@@ -131,9 +130,9 @@ def reduce_kernel(
 
 @triton.jit
 def sum_parts(inbox, like, place, mask, WORLD: tl.constexpr):
-    """Return the fp32 sum of what ranks wrote at `place`, in rank order, read BATCH at a time.
+    """Return the fp32 sum of the ranks' parts at `place`, in rank order, read BATCH at a time.
 
-    like: a pointer to numbers of the same dtype.
+    like: a pointer to elements of the same dtype.
     """
     total = tl.zeros(place.shape, tl.float32)
     for first in tl.static_range(0, WORLD, BATCH):
@@ -153,8 +152,8 @@ def matmul_scatter(
 ) -> None:
     """Send every rank its rows of x w^T: the first launch; x [world m, k], w [n, k].
 
-    w: any strides of which one is 1. Raises ValueError on a device or dtype that the kernels do not
-    take.
+    w: any strides of which one is 1. Raises ValueError for a device or dtype that the kernels do
+    not support.
     """
     check_device(x)
     (rows, k), n, world = x.shape, w.shape[0], exchange.world
@@ -171,7 +170,7 @@ def matmul_scatter(
 
 
 def add_parts(out: Tensor, exchange: Exchange, *, programs: int | None = None) -> None:
-    """Fill out [m, n] with the sum of what ranks send: the second launch, which waits.
+    """Fill out [m, n] with the sum of the ranks' parts: the second launch, which waits.
 
     programs: None for REDUCE_PROGRAMS on each SM but exchange.sms_left.
     """

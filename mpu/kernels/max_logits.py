@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest attention logit of each head, of queries and the keys that they look at.
+"""The largest attention logit of each head, over queries and the keys that they attend to.
 
-A program has ROWS queries of one head. It goes over their keys, KEYS at a time, and keeps the
-largest product at each of ROWS x KEYS places in registers: no logit is stored. Its maximum meets
-the others' by an atomic maximum, which is exact and so the same in any order. The query at place i
-looks at keys [low, high), as for attention's forward:
+A program handles ROWS queries of one head. It iterates over their keys, KEYS at a time, and keeps
+the largest product at each of ROWS x KEYS positions in registers: no logit is stored. Programs
+combine their results by an atomic maximum, which is exact and so the same in any order. The query
+at index i attends to keys [low, high), as in attention's forward:
 
-    low     i - window + 1, or the begin of its document, or 0: the largest of these
-    high    i + 1 where it is causal, else all
+    low     the largest of i - window + 1, the start of its document, and 0
+    high    i + 1 if causal, else the number of keys
 
-Where keys of a tile are looked at by some of the queries only, the others' products are masked;
-there are no more than two such runs of tiles, and between them nothing is masked.
+If only some queries attend to a key of a tile, the other products are masked; there are at most two
+such runs of tiles, and between them nothing is masked.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ from torch import Tensor
 from mpu.kernels.declared import Cost, declared
 from mpu.kernels.launch import INTERPRETED, cdiv, next_power_of_2
 
-# queries, keys, warps and stages by the elements of a head, padded to a power of two: within the
-# 99 KiB of shared memory that a block has on some GPUs (tests/mpu/kernels/test_max_logits.py)
+# queries, keys, warps and stages by the head size, padded to a power of two: they fit the 99 KiB of
+# shared memory that a block has on some GPUs (tests/mpu/kernels/test_max_logits.py)
 TILES = {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
-BITS = 24  # of the number of documents, at most
+BITS = 24  # maximum bits of the number of documents
 
 
 def max_logits(
@@ -38,12 +38,12 @@ def max_logits(
     window: int = 0,
     ends: Tensor | None = None,
 ) -> None:
-    """Raise `noted` [a] to each head's largest q k^T / sqrt(d): q [b, a, s, d], k [b, g, S, d].
+    """Update `noted` [a] by each head's largest q k^T / sqrt(d): q [b, a, s, d], k [b, g, S, d].
 
-    noted: contiguous, in fp32. q, k: of 16 bits, and of stride 1 in d, at most 256. causal: query i
-    looks at keys up to i. window: it looks at keys from i - window + 1 on; 0: from the first on.
-    ends: int32 [documents + 1], the first query of each document and s: it looks at its own alone.
-    What is not finite counts as infinity.
+    noted: contiguous, in fp32. q, k: 16-bit, with stride 1 in d, which is at most 256. causal:
+    query i attends to keys up to i. window: it attends to keys from i - window + 1 on; 0: from the
+    first on. ends: int32 [documents + 1], the first query of each document, and s: a query attends
+    only within its document. NaN counts as infinity.
     """
     (b, heads, s, d), (groups, keys) = q.shape, k.shape[1:3]
     width = max(16, next_power_of_2(d))
@@ -60,8 +60,8 @@ def max_logits(
 
 
 def cost(a: Mapping[str, Any]) -> Cost:
-    """Queries and keys are read once, and each pair that looks is multiplied. Documents, whose
-    lengths are on the device, count as equally long.
+    """Return the cost: queries and keys are read once, and each allowed pair is multiplied.
+    Documents, whose lengths are on the device, are assumed to be equally long.
     """
     (b, heads, s, d), (groups, keys) = a["q"].shape, a["k"].shape[1:3]
     documents = a["documents"]
@@ -82,14 +82,14 @@ def max_logits_kernel(
     k_s, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, DOT_F32: tl.constexpr,
 ):  # fmt: skip
-    """One head's maximum over ROWS queries. The last ones, which have most keys, come first."""
+    """Compute one head's maximum over ROWS queries. The last queries, with most keys, run first."""
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    # beyond the last query it is read again, and so has its keys
+    # rows beyond the last query repeat it, with the same keys
     row = tl.minimum(first + tl.arange(0, ROWS), s - 1)
     low = tl.maximum(row - window + 1, 0)
     if PACKED:
-        # by bisection, unrolled: behind a loop Triton would not load keys ahead
+        # by bisection, unrolled: after a loop Triton would not prefetch keys
         number = tl.zeros_like(row)
         for bit in tl.static_range(BITS):
             further = number + (1 << (BITS - 1 - bit))
@@ -97,7 +97,7 @@ def max_logits_kernel(
             number = tl.where(begin <= row, further, number)
         low = tl.maximum(low, tl.load(ends + number))
     high = tl.minimum(row + 1, keys) if CAUSAL else tl.zeros_like(row) + keys
-    # masked tiles of [start, open), tiles of [open, close) whole, masked ones of [close, stop)
+    # tiles of [start, open) and [close, stop) are masked, those of [open, close) are whole
     stop = (tl.max(high, 0) + KEYS - 1) // KEYS * KEYS
     start = tl.min(low, 0) // KEYS * KEYS
     open = tl.minimum((tl.max(low, 0) + KEYS - 1) // KEYS * KEYS, stop)
@@ -121,13 +121,13 @@ def max_logits_kernel(
 
 @triton.jit
 def larger(x, y):
-    """Return the larger of each pair; NaN where one of them is."""
+    """Return the larger of each pair; NaN if one of them is NaN."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def load_rows(x, row, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, DOT_F32: tl.constexpr):
-    """Return rows of SIZE numbers, and zeros up to WIDTH. DOT_F32: as in product.py."""
+    """Return rows of SIZE elements, zero-padded to WIDTH. DOT_F32: as in product.py."""
     lane = tl.arange(0, WIDTH)[None, :]
     there = x + row.to(tl.int64)[:, None] * stride + lane
     value = tl.load(there) if SIZE == WIDTH else tl.load(there, lane < SIZE, 0.0)

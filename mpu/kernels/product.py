@@ -19,7 +19,7 @@ class Blocks:
     m: int
     n: int
     k: int
-    group: int = 8  # row tiles that pass through the columns together
+    group: int = 8  # row tiles that iterate over the columns together
     warps: int = 4
     stages: int = 3
     programs: int = 3
@@ -27,7 +27,7 @@ class Blocks:
 
 
 def choose_blocks(x: Tensor, w: Tensor, m: int, sms_left: int = 0) -> Blocks:
-    """Choose for rows m per rank and the device of w, with a program on each SM but sms_left.
+    """Choose blocks for m rows per rank and the device of w, with a program per SM but `sms_left`.
 
     TMA needs Hopper and 16-byte aligned rows.
     """
@@ -41,18 +41,18 @@ def choose_blocks(x: Tensor, w: Tensor, m: int, sms_left: int = 0) -> Blocks:
 
 
 def count_sms(device: torch.device, left: int) -> int:
-    """Return the SMs of a GPU but `left`, at least one."""
+    """Return the number of SMs of a GPU minus `left`, at least one."""
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)
 
 
 def blocks_for(dtype: torch.dtype, major: int, m: int, aligned: bool) -> Blocks:
-    """Return the tiles of a dtype on a GPU of compute capability `major` for rows m per rank.
+    """Return the tiles of a dtype on a GPU of compute capability `major` for m rows per rank.
 
-    The largest whose sums and addresses fit the registers: tests/mpu/kernels/test_ahead_of_time.py
-    compiles each and finds no spill. They fit a block's shared memory. fp32 multiplies without
-    tensor cores, and takes more registers.
+    They are the largest whose sums and addresses fit the registers and a block's shared memory:
+    tests/mpu/kernels/test_ahead_of_time.py compiles each and finds no spill. fp32 multiplies
+    without tensor cores, and needs more registers.
     """
-    # from 12.0 on a block has 99 KB of shared memory, as on Ada, and the tiles for TMA need 131
+    # from 12.0 on a block has 99 KB of shared memory, as on Ada; the tiles for TMA need 131 KB
     rows, tma = 64 if m <= 64 else 128, 9 <= major < 12 and aligned
     if dtype == torch.float32:
         return Blocks(128, 64, 16, warps=8, tma=tma)
@@ -64,11 +64,11 @@ def blocks_for(dtype: torch.dtype, major: int, m: int, aligned: bool) -> Blocks:
 def constants(blocks: Blocks, w: Tensor) -> dict[str, Any]:
     """Return the keyword arguments that both matmul kernels share."""
     if blocks.tma and not INTERPRETED:
-        # descriptors are written by the kernel, into memory that Triton asks us for
+        # the kernel writes descriptors into memory that Triton requests from this allocator
         triton.set_allocator(
             lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=w.device)
         )
-    # not get_float32_matmul_precision, which raises where this setting was changed by its new name
+    # not get_float32_matmul_precision, which raises if this setting was changed by its new name
     exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     return dict(
         BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, GROUP=blocks.group, TMA=blocks.tma,
@@ -79,7 +79,7 @@ def constants(blocks: Blocks, w: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def open_rows(x, rows, k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
-    """Return what tile_product reads x [rows, k] through: a descriptor, or the pointer itself."""
+    """Return the handle of x [rows, k] for tile_product: a descriptor, or the pointer itself."""
     x = tl.multiple_of(x, 16)
     if TMA:
         return tl.make_tensor_descriptor(x, [rows, k], [k, 1], [BLOCK_M, BLOCK_K])
@@ -92,7 +92,7 @@ def open_weight(
     w, n, k, stride_n, stride_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Return what tile_product reads w [n, k] through. ROWS: k is the dimension of stride 1."""
+    """Return the handle of w [n, k] for tile_product. ROWS: k is the dimension with stride 1."""
     if TMA:
         if ROWS:
             return tl.make_tensor_descriptor(w, [n, k], [stride_n, 1], [BLOCK_N, BLOCK_K])

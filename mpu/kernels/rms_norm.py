@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm of rows, with the residual add before it: one pass forward, one backward.
+"""RMSNorm of rows, fused with the preceding residual add: one pass forward, one backward.
 
     forward    h = x + added;  r = 1 / sqrt(mean(h^2) + eps);  y = h r w
     backward   p = dy h;  dx = r (dy w) - h r^3 (p . w) / width + dh;  dw = sum over rows of r p
 
-Rows are cut into at most PARTS runs, which depend on the number of rows alone. A program adds up dw
-over its run in registers; `fold_kernel` adds the runs up. So the sum has one order, on every GPU.
+Rows are cut into at most PARTS runs, which depend only on the number of rows. A program sums dw
+over its run in registers; `fold_kernel` sums the runs. So the order of the sum is the same on every
+GPU.
 
-Rows longer than WIDEST do not fit registers. A program goes over such a row twice, LONG numbers at
-a time, the second time out of the cache, and adds dw up in its part, in the same order of rows.
+Rows longer than WIDEST do not fit registers. A program processes such a row twice, LONG elements at
+a time, the second time from the cache, and sums dw in its part, in the same order of rows.
 """
 
 from collections.abc import Mapping
@@ -23,19 +24,19 @@ from mpu.kernels.declared import Cost, declared, passes
 from mpu.kernels.launch import cdiv, next_power_of_2
 
 PARTS = 512
-TILE = 8192  # bytes that a program holds of each operand, if a row is not longer
+TILE = 8192  # bytes of each operand that a program holds, unless a row is longer
 WIDEST = {torch.bfloat16: 8192, torch.float32: 8192, torch.float64: 4096}
 LONG = 1024
 FOLD_ROWS, FOLD_COLUMNS = 64, 32
 
 
 def forward_cost(a: Mapping[str, Any]) -> Cost:
-    """One pass; what was added is written where something was."""
+    """Return the cost: one pass; h is written only if something was added."""
     return passes("x added w", "h y inverse" if a["ADD"] else "y inverse")(a)
 
 
 def fold_cost(a: Mapping[str, Any]) -> Cost:
-    """The parts, and the gradient: it is read, too, where something was added before."""
+    """Return the cost: the parts are read, and the gradient is written, and read unless fresh."""
     once = passes("parts", "main")(a)
     if a["FRESH"]:
         return once
@@ -82,7 +83,7 @@ def norm_backward_kernel(
     h, w, inverse, dy, dh, dx, parts, rows, width, run, ADD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx of a run of rows, plus dh where ADD, and the run's part of dw."""
+    """Compute dx of a run of rows, plus dh if ADD, and the run's part of dw."""
     WIDE: tl.constexpr = tl.float64 if h.dtype.element_ty == tl.float64 else tl.float32
     column = tl.arange(0, COLUMNS)
     dw = tl.zeros((ROWS, COLUMNS), WIDE)
@@ -95,7 +96,7 @@ def norm_backward_kernel(
         value = tl.load(h + at, inside, 0.0).to(WIDE)
         grad = tl.load(dy + at, inside, 0.0).to(WIDE)
         r = tl.load(inverse + row, row < end, 0.0)[:, None]
-        # of all rows, but registers are dear: it is read again, from the cache
+        # the same for all rows, but reread from the cache to save registers
         weight = tl.load(w + column, column < width, 0.0).to(WIDE)[None, :]
         p = grad * value
         dw += p * r
@@ -114,7 +115,7 @@ def norm_forward_long_kernel(
     x, added, w, h, y, inverse, rows, width, EPS: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same as norm_forward_kernel of rows in several pieces."""
+    """The same as norm_forward_kernel, with rows in several pieces."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     squares = tl.zeros((ROWS, COLUMNS), WIDE)
@@ -134,7 +135,7 @@ def norm_forward_long_kernel(
         column = start + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
         at = row[:, None] * width + column[None, :]
-        value = tl.load(h + at, inside, 0.0).to(WIDE)  # what this thread has written, or x
+        value = tl.load(h + at, inside, 0.0).to(WIDE)  # as written by this thread, or x
         weight = tl.load(w + column, column < width, 0.0).to(WIDE)
         tl.store(y + at, (value * r[:, None] * weight[None, :]).to(y.dtype.element_ty), inside)
 
@@ -145,7 +146,7 @@ def norm_backward_long_kernel(
     h, w, inverse, dy, dh, dx, parts, rows, width, run, ADD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same as norm_backward_kernel of rows in several pieces."""
+    """The same as norm_backward_kernel, with rows in several pieces."""
     WIDE: tl.constexpr = tl.float64 if h.dtype.element_ty == tl.float64 else tl.float32
     first = tl.program_id(0).to(tl.int64) * run
     end = tl.minimum(first + run, rows)
@@ -247,7 +248,7 @@ def norm_backward(
 
 
 def fold(parts: Tensor, main: Tensor, fresh: bool) -> None:
-    """Add up parts [count, width] into main [width], or overwrite it if `fresh`."""
+    """Add the sum of parts [count, width] to main [width], or overwrite it if `fresh`."""
     count, width = parts.shape
     fold_kernel.launch(
         (cdiv(width, FOLD_COLUMNS),),

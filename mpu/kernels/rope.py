@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotate q and k and put q, k and v side by side: the split of fused qkv, in both directions.
+"""Rotate q and k and concatenate q, k and v: the split of fused qkv, in both directions.
 
-forward    q, k, v are slices of qkv: out may be qkv itself, of which v is then not touched
-backward   dq, dk, dv are tensors of their own, and become one dqkv, rotated back
+forward    q, k, v are slices of qkv: out may be qkv itself; v is then not touched
+backward   dq, dk, dv are separate tensors, and become one dqkv, rotated back
 
 first' = first cos - second sin;  second' = second cos + first sin     over halves of a head
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 from mpu.kernels.declared import Cost, declared
 from mpu.kernels.launch import next_power_of_2
 
-LANES = 2048  # of half heads that a program holds at once
+LANES = 2048  # elements of half heads that a program holds at once
 
 
 def cost(a: Mapping[str, Any]) -> Cost:
-    """q and k are read and written, v where it is copied; the angles are read."""
+    """Return the cost: q and k, and v if copied, are read and written; the angles are read."""
     moved = sum(a[name].nbytes for name in ("q", "k") + ("v",) * a["COPY"])
     return Cost(2 * moved + a["cos"].nbytes + a["sin"].nbytes, 0.0, ("out",))
 
@@ -36,7 +36,7 @@ def rope_kernel(
     angle_s, angle_b, BACK: tl.constexpr, COPY: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token. BACK: by the opposite angle. COPY: v too, as `out` is elsewhere."""
+    """Rotate all heads of one token. BACK: by the opposite angle. COPY: copy v, too."""
     row = tl.program_id(0).to(tl.int64)
     i, j = row // batch, row % batch
     lane = tl.arange(0, HALF)
@@ -76,11 +76,10 @@ def rotate(
 def rope(
     qkv: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Tensor, *, copy: bool, back: bool = False
 ) -> None:
-    """Write q, k, v [s, b, n, d] side by side to `out`, q and k rotated, or rotated back.
+    """Write q, k, v [s, b, n, d], concatenated, to `out`, with q and k rotated, or rotated back.
 
-    out: contiguous. Without `copy` it is the memory of which all three are slices, and v stays as
-    it is. A head is contiguous. cos, sin: [s, 1 or b, 1, d/2] of one layout, in the dtype of the
-    arithmetic.
+    out: contiguous. Without `copy` all three are slices of it, and v is unchanged. A head is
+    contiguous. cos, sin: [s, 1 or b, 1, d/2] with the same layout, in the dtype of the arithmetic.
     """
     q, k, v = qkv
     s, b, heads, d = q.shape

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add the parts that the ranks of an axis sent, in one pass: each is read once, the sum written.
+"""Add the parts that the ranks of an axis sent, in one pass: each is read once.
 
-out = parts[0] + parts[1] + ..., left to right, in fp32 (fp64 for fp64), rounded once: the bits of
-mpu.comm.collectives.sum_of_parts, which takes a launch a part and keeps its sum in memory.
+out = parts[0] + parts[1] + ..., left to right, in fp32 (fp64 for fp64), rounded once: the same bits
+as mpu.comm.collectives.sum_of_parts, which needs a launch per part and keeps its sum in memory.
 """
 
 import triton
@@ -18,7 +18,7 @@ BLOCK, WARPS = 1024, 4
 @declared(passes("parts", "out"), parts="whole", out="whole")
 @triton.jit
 def sum_of_parts_kernel(parts, out, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [n] of parts [COUNT, n]."""
+    """Write the sum out [n] of parts [COUNT, n]."""
     WIDE: tl.constexpr = tl.float64 if parts.dtype.element_ty == tl.float64 else tl.float32
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n

@@ -13,18 +13,18 @@ from torch import Tensor
 from mpu.kernels.declared import declared, passes
 from mpu.kernels.launch import cdiv, next_power_of_2
 
-LANES = 1024  # elements of a row that a program computes
+LANES = 1024  # elements of a row per program
 
 
 @triton.jit
 def gated(gate, up):
-    """Return y."""
+    """Return y = silu(gate) * up."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
 def gated_backward(gate, up, grad):
-    """Return d_gate and d_up of grad, the gradient of y."""
+    """Return d_gate and d_up, given grad, the gradient of y."""
     sig = 1.0 / (1.0 + tl.exp(-gate))
     return grad * up * sig * (1.0 + gate * (1.0 - sig)), grad * gate * sig
 
@@ -32,7 +32,7 @@ def gated_backward(gate, up, grad):
 @declared(passes("x", "y"), x="whole same", y="whole same")
 @triton.jit
 def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
-    """y [rows, width] of x [rows, 2 width]."""
+    """Compute y [rows, width] from x [rows, 2 width]."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * LANES + tl.arange(0, LANES)
     gate = tl.load(x + row * 2 * width + at, at < width, 0.0).to(WIDE)
@@ -43,7 +43,7 @@ def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
 @declared(passes("x dy", "dx"), x="whole same", dy="whole same", dx="whole same")
 @triton.jit
 def swiglu_backward_kernel(x, dy, dx, width, LANES: tl.constexpr):
-    """dx [rows, 2 width] of x and dy [rows, width]."""
+    """Compute dx [rows, 2 width] from x and dy [rows, width]."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * LANES + tl.arange(0, LANES)
     here = row * 2 * width + at
@@ -66,7 +66,7 @@ def swiglu_forward(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """Return dx of x and dy [..., width]."""
+    """Return dx, given x and dy [..., width]."""
     width, dx = dy.shape[-1], torch.empty_like(x)
     lanes = min(LANES, next_power_of_2(width))
     grid = (dy.numel() // width, cdiv(width, lanes))

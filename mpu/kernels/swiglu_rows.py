@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU into rows of float8, of its result and of the transpose: no result in bf16 is written.
+"""SwiGLU that writes float8 rows of its result and of the transpose, and no bf16 result.
 
-    swiglu_scales   the byte of the scale of the whole result; a byte a program, the largest counts
-    swiglu_rows     codes, bytes and padding of both, as mpu/kernels/float8.py makes them
+    swiglu_scales   bytes for the scale of the whole result: one per program, of which the largest
+                    is used
+    swiglu_rows     codes, bytes and padding of both, as in mpu/kernels/float8.py
 
-x is [n, 2 width], of rows [gate, up]. Forward the result is y [n, width]. Backward, where dy is
-given, it is dx [n, 2 width], and a program makes the same columns of both halves.
+x is [n, 2 width], with rows [gate, up]. In forward the result is y [n, width]. In backward, if dy
+is given, it is dx [n, 2 width], and a program computes the same columns of both halves.
 
-A program has a tile of numbers in registers: they are rounded to x's dtype, coded with the
-scales of its rows, decoded, and coded with those of its columns. So the rows of the transpose are
-those that are made again of the rows (mpu/layers/float8/rows.py, `remade`), bit by bit: blocks of
-32 or of 128 numbers lie inside a tile, and one scale for the whole tensor is made before, in a pass
-of its own.
+A program has a tile of numbers in registers: they are rounded to x's dtype, encoded with the scales
+of its rows, decoded, and encoded with those of its columns. So the rows of the transpose equal,
+bit by bit, those requantized from the rows (mpu/layers/float8/rows.py, `remade`): blocks of 32 or
+of 128 numbers are inside a tile, and a single scale for the whole tensor is computed beforehand, in
+a separate pass.
 """
 
 from collections.abc import Mapping
@@ -58,11 +59,11 @@ def swiglu_rows(
     wide: Tensor | None,
     form: Codes,
 ) -> None:
-    """Fill rows out [n, length], those of the transpose, `turned` [k, length], and wide [k, blocks]
-    with the transpose's scales in fp32, column by column, where these two are given.
+    """Fill rows out [n, length] and, if given, those of the transpose, `turned` [k, length], and
+    wide [k, blocks] with the transpose's scales in fp32, column-major.
 
     x [n, 2 width], dy [n, width] or None; contiguous. block: numbers that share a scale, 32 or 128,
-    of which n and width are multiples; 0: all, whose byte is scale [1].
+    of which n and width are multiples; 0: all numbers, whose byte is scale [1].
     """
     n, width, tile = len(x), x.shape[1] // 2, tile_with(block)
     swiglu_rows_kernel.launch(
@@ -76,13 +77,13 @@ def swiglu_rows(
 
 def tile_with(block: int) -> dict[str, int]:
     """Return the tokens and columns of a tile that holds whole blocks, and its warps."""
-    wide = block > 32  # of 64 columns more programs are on an SM
+    wide = block > 32  # with 64 columns more programs fit an SM
     return dict(TOKENS=128, COLUMNS=128 if wide else 64, num_warps=16 if wide else 8)
 
 
 @triton.jit
 def tile_of(x, dy, n, width, first, start, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the tile of y, twice, or of d_gate and d_up, rounded to x's dtype, in fp32."""
+    """Return the tile of y, twice, or those of d_gate and d_up: rounded to x's dtype, in fp32."""
     i = (first + tl.arange(0, TOKENS))[:, None]
     j = (start + tl.arange(0, COLUMNS))[None, :]
     inside = (i < n) & (j < width)
@@ -101,13 +102,13 @@ def tile_of(x, dy, n, width, first, start, TOKENS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def sizes_of(number):
-    """Return the bits of numbers without their signs, which grow as the numbers do."""
+    """Return the bits of numbers without their signs; they order as absolute values do."""
     return number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def spread(byte, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return each number's byte, given those of blocks: [ROWS / r, COLUMNS / c]."""
+    """Return each number's byte, given the bytes of blocks: [ROWS / r, COLUMNS / c]."""
     r: tl.constexpr = ROWS // byte.shape[0]
     c: tl.constexpr = COLUMNS // byte.shape[1]
     shape: tl.constexpr = (byte.shape[0], r, byte.shape[1], c)
@@ -120,7 +121,7 @@ def write(
     BLOCK: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr,
     SHIFT: tl.constexpr, CONVERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a tile of [n, k], and of its transpose: columns [begin, end) of k."""
+    """Write the rows of a tile of [n, k], with columns [begin, end) of k, and of its transpose."""
     first = tl.program_id(0) * TOKENS
     i, j = (first + tl.arange(0, TOKENS))[:, None], (begin + tl.arange(0, COLUMNS))[None, :]
     groups: tl.constexpr = COLUMNS // BLOCK if BLOCK else 1
@@ -166,17 +167,17 @@ def write(
 
 @triton.jit
 def scale_of(byte):
-    """Return the scales of bytes, infinity for 255."""
+    """Return the scales of bytes; infinity for 255."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 
 def scales_cost(a: Mapping[str, Any]) -> Cost:
-    """What SwiGLU reads is read once."""
+    """Return the cost: SwiGLU's inputs are read once."""
     return Cost(read_bytes(a) + a["out"].numel(), 0.0, ("out",))
 
 
 def rows_cost(a: Mapping[str, Any]) -> Cost:
-    """What SwiGLU reads is read once, and rows are written, those of the transpose where asked."""
+    """Return the cost: SwiGLU's inputs are read once, and the requested rows are written."""
     made = [x for x in (a["out"], a["turned"], a["wide"]) if x is not None]
     return Cost(read_bytes(a) + sum(x.nbytes for x in made), 0.0, ("out", "turned", "wide"))
 
@@ -211,7 +212,7 @@ def swiglu_rows_kernel(
     FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr,
     CONVERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's rows: of y, or of d_gate and of d_up."""
+    """Write a tile's rows: of y, or of d_gate and d_up."""
     first, start = tl.program_id(0) * TOKENS, tl.program_id(1) * COLUMNS
     left, right = tile_of(x, dy, n, width, first, start, TOKENS, COLUMNS)
     k = width if dy is None else 2 * width

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand out the work of a launch: a program takes a ticket, does that piece of work, takes the next.
+"""Dynamic scheduling within a launch: a program takes a ticket, does that work, takes the next.
 
-Programs that have no SM yet take nothing, so a launch of any number of programs is done by those
-that run, and none is idle while work is left:
+Programs that are not on an SM yet take no tickets, so the running programs do all the work of a
+launch, and none is idle while work is left:
 
-    static       program p does p, p + P, ...    a program without an SM holds its share back
-    by tickets   whoever is free does the next   in the order of tiles.py, whatever programs run
+    static       program p does p, p + P, ...    a program without an SM delays its share
+    by tickets   a free program does the next    in the order of tiles.py, whatever programs run
 
-The tickets are four counters in device memory, which is zero between launches: the last program to
-leave resets them. So nothing on the host knows of them, and a CUDA graph may replay the launch.
-Launches that share tickets must be in one stream. What a tile's sum is does not depend on which
-program took it.
+The tickets are four counters in device memory, which are zero between launches: the last program to
+leave resets them. So the host has no state, and a CUDA graph may replay the launch. Launches that
+share tickets must be in one stream. The sum of a tile does not depend on the program that took it.
 """
 
 import triton
@@ -22,15 +21,15 @@ TICKETS = 4
 
 @triton.jit
 def take(tickets, what):
-    """Return how many have been taken before."""
+    """Take a ticket; return its number, which counts from 0."""
     return tl.atomic_add(tickets + what, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def leave(tickets):
-    """Note that this program takes no more; the last one leaves the tickets zero.
+    """Record that this program takes no more tickets; the last program resets them to zero.
 
-    Acquire and release: every program's takes come before the reset.
+    Acquire and release order the takes of all programs before the reset.
     """
     before = tl.atomic_add(tickets + LEFT, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:

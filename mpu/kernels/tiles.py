@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute which tile is multiplied when, whose rows it covers and in which chunks they lie.
+"""Compute the order of tiles, the rank whose rows a tile covers, and the chunks it touches.
 
 Every rank holds m rows. They are cut twice, independently, each time from the rank's first row:
 
     rows of one rank   0 . . . . . . . . . . . . . . m
-    tiles              |  0  |  1  |  2  |  3  |  4 |      block_m rows: what a program multiplies
-    chunks             |    0    |    1    |    2   |      chunk_rows: what one flag stands for
+    tiles              |  0  |  1  |  2  |  3  |  4 |      block_m rows: one product of a program
+    chunks             |    0    |    1    |    2   |      chunk_rows rows: covered by one flag
 
 The last of each may be short. No tile belongs to two ranks, so it has one owner; it may touch
 several chunks (tile 1 here: chunks 0 and 1). Addresses and waits both come from these functions.
-The kernels compile the same source (`triton.jit(tile_at)`), so each function must stand alone and
-use nothing but integers.
+The kernels compile the same source (`triton.jit(tile_at)`), so each function must be self-contained
+and use only integers.
 """
 
 
@@ -18,12 +18,12 @@ def tile_at(
     index: int, rank: int, start: int, stride: int, world: int,
     m: int, n: int, block_m: int, block_n: int, group: int,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return (owner, row tile, column tile) of the index-th tile that `rank` works on.
+    """Return (owner, row tile, column tile) of the index-th tile that `rank` computes.
 
     Owners follow one another as rank + start, rank + start + stride, ... (mod world): (0, 1) begins
-    with the own rows, (1, 1) with the next rank's and ends with the own, (world - 1, world - 1)
-    begins with the rank before. Inside an owner `group` row tiles pass through all the columns
-    together, so that a wave of programs shares its operands in cache.
+    with the rank's own rows, (1, 1) with the next rank's and ends with its own,
+    (world - 1, world - 1) begins with the previous rank's. Within an owner `group` row tiles
+    iterate over all columns together, so that a wave of programs shares its operands in cache.
     """
     rows = (m + block_m - 1) // block_m
     columns = (n + block_n - 1) // block_n
@@ -36,7 +36,7 @@ def tile_at(
 
 
 def tile_count(owners: int, m: int, n: int, block_m: int, block_n: int) -> int:
-    """Return how many tiles `owners` ranks of m rows and n columns have."""
+    """Return the number of tiles of `owners` ranks with m rows and n columns each."""
     return owners * ((m + block_m - 1) // block_m) * ((n + block_n - 1) // block_n)
 
 
@@ -46,6 +46,6 @@ def chunks_of_tile(tile: int, m: int, block_m: int, chunk_rows: int) -> tuple[in
 
 
 def tiles_of_chunk(chunk: int, m: int, block_m: int, chunk_rows: int) -> int:
-    """Return how many row tiles touch a chunk: as many must be done before its flag may rise."""
+    """Return how many row tiles touch a chunk; all must be done before its flag may rise."""
     last = (min((chunk + 1) * chunk_rows, m) - 1) // block_m
     return last - chunk * chunk_rows // block_m + 1

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention where each rank has a part of every row of tokens: context parallelism.
+"""Context parallelism: attention where each rank has a part of every row of tokens.
 
 A rank has the queries, keys and values of its tokens (mpu/layers/attention/shards.py) and needs the
-keys and values before them. --cp-comm-type says how it comes to them:
+keys and values before them. --cp-comm-type selects how it receives them:
 
-    all_gather   K and V are gathered, while own keys are attended to; again in backward, which
+    all_gather   K and V are gathered under the attention to own keys; again in backward, which
                  reduce-scatters dK and dV in rank order            (Llama Team 2024, section 3.3.2)
-    p2p          K and V go round a ring; a rank attends to one part while the next travels. In
-                 backward dK and dV follow them                                   (Liu et al. 2023)
-    a2a          heads for tokens: all tokens of some heads, and back          (Jacobs et al. 2023)
+    p2p          K and V move around a ring; a rank attends to one part while the next is in flight.
+                 In backward dK and dV follow them                                (Liu et al. 2023)
+    a2a          all-to-all from all heads of some tokens to all tokens of some heads, and back
+                                                                               (Jacobs et al. 2023)
 
 Blocks of attention are merged by log-sum-exp (attention/block_attention.py): no mask, any lengths.
 """
@@ -42,9 +43,9 @@ Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
 
 
 def core_attention_of(ctx: LayerContext) -> CoreAttention:
-    """Return a layer's core attention, by the kernels that --attention-backend asks for.
+    """Return a layer's core attention, with the kernels that --attention-backend selects.
 
-    With context-parallel ranks a ContextAttention; for te Transformer Engine's.
+    It is a TransformerEngineAttention for te, and a ContextAttention if cp > 1.
     """
     if ctx.attention_backend == "te":
         return TransformerEngineAttention(head_maxima_of(ctx))
@@ -68,7 +69,7 @@ class ContextAttention(CoreAttention):
         packed: PackedSeqParams | None,
         window: int,
     ) -> None:
-        """Leave it to `exchange`: this rank has not all keys of its queries yet."""
+        """Do nothing: `exchange` records them, as this rank does not have all keys yet."""
 
     def compute(
         self,
@@ -83,8 +84,8 @@ class ContextAttention(CoreAttention):
         """Attend to this rank's tokens: q [s/cp, b, a, d], k [s/cp, b, g, d], v [s/cp, b, g, e] ->
         [s/cp, b, a e].
 
-        packed: the documents of the whole rows [b, s]. Raises ValueError where they are not given
-        or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
+        packed: the documents of the whole rows [b, s]. Raises ValueError if they are missing or do
+        not fill the rows, or if heads do not divide over the ranks of an all-to-all.
         """
         s, b = q.shape[:2]
         over = f"--context-parallel-size {self.cp.size}"
@@ -120,7 +121,7 @@ class ContextAttention(CoreAttention):
         window: int,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] of this rank -> [s, b, a, e]."""
+        """Attend: q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] of this rank -> [s, b, a, e]."""
         kernel = self.kernel(q, v, "blocks" if packed is None and not window else "documents")
         noted, heads = None, q.shape[2]
         by_heads = self.kind == "a2a"
@@ -143,10 +144,10 @@ class ContextAttention(CoreAttention):
 
 
 def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:
-    """Return keys or values [s, b, g, d] with as many heads as ranks, where there are fewer.
+    """Return keys or values [s, b, g, d], with heads repeated if there are fewer than ranks.
 
-    Each is there for the ranks that have its queries; autograd sums their gradients. heads: those
-    of queries. Raises ValueError where heads do not divide over the ranks.
+    Each rank that has queries of a head gets a copy; autograd sums the copies' gradients. heads:
+    the number of query heads. Raises ValueError if heads do not divide over the ranks.
     """
     groups = x.shape[2]
     if heads % ranks or (groups % ranks and ranks % groups):
@@ -160,10 +161,10 @@ def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:
 def heads_for_tokens(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Order
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange q [s, b, a, d], k [s, b, g, d] and v [s, b, g, e] for 1/A of the heads of A ranks'
-    tokens.
+    """Exchange q [s, b, a, d], k [s, b, g, d] and v [s, b, g, e] for 1/A of the heads of all A
+    ranks' tokens.
 
-    q [A s, b, a / A, d], and no fewer than one head of k and v. order: see `in_order`.
+    Returns q [A s, b, a / A, d], and k and v with at least one head. order: see `in_order`.
     """
     k, v = (replicated(x, q.shape[2], axis.size) for x in (k, v))
     slices = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]  # [s, b, A, n / A, d]
@@ -176,8 +177,8 @@ def heads_for_tokens(
 
 
 class _Exchange(torch.autograd.Function):
-    """Give other ranks their heads of own tokens for own heads of theirs, all tokens in order of
-    position: [s, b, n, d] -> [A s, b, n / A, d]; back: the other way. Backward is the other one.
+    """All-to-all from all heads of this rank's tokens to 1/A of the heads of all tokens, in order
+    of position: [s, b, n, d] -> [A s, b, n / A, d]; back: the inverse. Backward does the inverse.
     """
 
     @staticmethod

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy of logits whose vocabulary is cut: no rank ever holds full-vocabulary logits.
+"""Vocabulary-parallel cross entropy: no rank ever holds full-vocabulary logits.
 
 loss = log(sum_v exp(l_v - m)) + m - l_target, with m the maximum. Each rank computes, over its own
-columns, the maximum, the sum of exp(l - maximum), and the target's logit; ONE all-gather of these
-three numbers a token lets every rank combine them, in rank order. Padded columns (beyond
+columns, the maximum, the sum of exp(l - maximum), and the target's logit; after ONE all-gather of
+these three numbers per token every rank combines them, in rank order. Padded columns (beyond
 vocab_size) are masked: they enter neither the softmax nor its gradient, so the loss does not depend
-on the tensor-parallel size. mpu/layers/softmax_rows.py does what csrc/fused.cpp does not take.
+on the tensor-parallel size. mpu/layers/softmax_rows.py computes what csrc/fused.cpp cannot.
 
 --output-z-loss-coeff c adds c S^2 to each token's loss, S = log(sum_v exp(l_v)), which draws S to 0
-(Chowdhery et al. 2022, section 5). It is an auxiliary loss: backward counts its value, and an
+(Chowdhery et al. 2022, section 5). It is an auxiliary loss: backward records its value, and an
 evaluation has none. With p the softmax, and 1 at the target,
 
     dl = dloss ((1 + 2 c S) p - 1) = dloss (exp(l - S') - 1),    S' = S - log(1 + 2 c S)
 
-so it changes one number a token. Where S <= -1/(2 c), far from 0, exp(l - S') is taken as 0.
+so only one number per token changes. If S <= -1/(2 c), far from 0, exp(l - S') is taken as 0.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from mpu.layers.linear import AllGatherMatmul
 from mpu.torch_private import is_result_of
 
 LABEL = Label("cross_entropy", "forward")
-Columns = tuple[int, int]  # number of a first column; size of the vocabulary, padding comes after
+Columns = tuple[int, int]  # index of the first column; size of the vocabulary without padding
 
 
 def vocab_parallel_cross_entropy(
@@ -40,9 +40,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return each token's loss [s, b], in ctx.accumulate: logits [s, b, V/t], labels [s, b].
 
-    Of logits that a ColumnParallelLinear returned backward writes the gradient into their memory:
-    do not read them after it. Autograd refuses to, where it has saved them. Other logits are
-    copied. Raises ValueError where labels are not int64, one a token.
+    If the logits are the result of a ColumnParallelLinear, backward overwrites them with their
+    gradient: do not read them after it. Autograd raises if it had saved them. Other logits are
+    copied. Raises ValueError if labels are not int64, one per token.
     """
     check_labels(labels, tuple(logits.shape[:2]))
     own = is_result_of(logits, AllGatherMatmul) and logits.is_contiguous()
@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
 
 
 def check_labels(labels: Tensor, tokens: tuple[int, ...]) -> None:
-    """Raise ValueError where labels are not int64, one a token: kernels read them by address."""
+    """Raise ValueError if labels are not int64, one per token: kernels read them by address."""
     if labels.dtype != torch.int64 or labels.shape != tokens:
         raise ValueError(
             f"labels are {tuple(labels.shape)} of {labels.dtype}: tokens of {tokens} need int64, "
@@ -66,11 +66,11 @@ def output_loss(
     ctx: LayerContext,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return each token's loss [s, b] of the output layer's logits, head(x), which may never exist:
-    ctx.loss_in_chunks, where it is set, makes them some columns at a time.
+    """Return each token's loss [s, b] for the output layer's logits, head(x). If ctx.loss_in_chunks
+    is set, the logits are computed some columns at a time and never exist as a whole.
 
-    logits: what makes logits of x in place of the head; where that is more than the head
-    forecast/obeyed_flags.py refuses the loss in chunks.
+    logits: a function to call instead of the head; if it does more than the head,
+    forecast/obeyed_flags.py rejects the loss in chunks.
     """
     if ctx.loss_in_chunks is not None:
         return ctx.loss_in_chunks(head, x, labels, vocab_size)
@@ -100,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = saved_ctx.saved_tensors
         log_sum = with_z_loss(log_sum, dloss, saved_ctx.ctx)
-        if not saved_ctx.own:  # what made them may have saved them, too
+        if not saved_ctx.own:  # the operation that computed them may have saved them
             logits = logits.clone(memory_format=torch.contiguous_format)
         softmax_gradient(logits.flatten(0, 1), targets, saved_ctx.columns, log_sum, dloss)
         increment_version(logits)
@@ -110,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
 def softmax_stats(rows: Tensor, targets: Tensor, columns: Columns, out: Tensor) -> None:
     """Write each row's maximum, sum of exp(l - maximum) and target's logit to out [3, n].
 
-    rows: logits [n, width]. The target's logit is 0 where the target [n] is in no column of them.
+    rows: logits [n, width]. The target's logit is 0 if the target [n] is not in these columns.
     """
     if fits(rows, accumulate=out.dtype):
         call("softmax_stats", rows.dtype, rows, targets, out, *rows.shape, *columns)
@@ -121,7 +121,7 @@ def softmax_stats(rows: Tensor, targets: Tensor, columns: Columns, out: Tensor) 
 def softmax_gradient(
     rows: Tensor, targets: Tensor, columns: Columns, log_sum: Tensor, dloss: Tensor
 ) -> None:
-    """Write dloss (exp(l - log_sum) - [column is the target]) over logits, 0 over padding."""
+    """Overwrite logits with dloss (exp(l - log_sum) - [column is the target]), padding with 0."""
     dloss = dloss.reshape(-1).to(log_sum.dtype).contiguous()
     if fits(rows, accumulate=log_sum.dtype):
         given = (rows, targets, log_sum, dloss)
@@ -131,9 +131,9 @@ def softmax_gradient(
 
 
 def with_z_loss(log_sum: Tensor, dloss: Tensor, ctx: LayerContext) -> Tensor:
-    """Return S' of each token, of S [n] and the loss's gradient; count the z-loss of a micro-batch.
+    """Return S' of each token, given S [n] and the gradient of the loss; record the z-loss.
 
-    Call it once in a backward.
+    Call it once per backward.
     """
     c = ctx.output_z_loss
     if not c:

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring each token to its experts, and its experts' outputs back.
+"""Dispatch tokens to their experts, and combine the experts' outputs.
 
-    T tokens of this rank, k experts a token, E experts, n rows: pairs of a token and an expert of
+    T tokens of this rank, k experts per token, E experts, n rows: pairs of a token and an expert of
     this rank, in the order of (expert, token)
 
-    Dispatcher.plan     choice [T, k] -> a Plan: which row is whose. It is data, decided once
+    Dispatcher.plan     choice [T, k] -> a Plan: the token and expert of each row, computed once
     Dispatcher.rows     x [T, h] -> [n, h]
     Dispatcher.combine  [n, h], weights [T, k] -> y [T, h], y_t = sum over j of weights_tj row_tj
 
-    Dispatcher          ep 1: nothing travels
+    Dispatcher          ep 1: no communication
     AllGather           every rank gets the tokens of all ranks of ep, takes the rows of its
                         experts, and the partial y are summed in rank order
-    AllToAll            every token goes to the ranks of its experts only, and back
+    AllToAll            every token is sent only to the ranks of its experts, and back
 
 Rows are sorted stably, and a token's outputs are added in the order of j, in the accumulation
-dtype. Nothing is added by scatter, so the bits do not depend on the device's order of threads.
-Gradients travel the same ways back: that of a gather is a sum in rank order, that of an exchange
-the exchange reversed. What is computed between `start` and `finish` runs while rows are on their
-way, and in backward so do the weight gradients of the experts' first matmul. Before it waits
-AllToAll gives way to another micro-batch (mpu/interleave.py), where one runs interleaved with this
-one. It needs the sizes of what it sends on the host, and so do the products of experts: one wait
-for the device a layer, and none where experts are padded to a capacity.
+dtype. Nothing is added by scatter, so the bits do not depend on the order of the device's threads.
+Gradients take the reverse path: the gradient of a gather is a sum in rank order, that of an
+exchange is the reversed exchange. Work between `start` and `finish` overlaps the exchange of rows,
+and in backward so do the weight gradients of the experts' first matmul. Before it waits, AllToAll
+switches to the other micro-batch (mpu/interleave.py), if two run interleaved. The host needs the
+sizes of the messages, and of the experts' products: one wait for the device per layer, and none if
+experts are padded to a capacity.
 """
 
 import math
@@ -47,9 +47,10 @@ from mpu.layers.fused_gpu import DTYPES
 
 
 class Exchange(NamedTuple):
-    """An all-to-all of rows, and how its result is put in the order of (expert, rank, token).
+    """An all-to-all of rows, and the permutation of its result to the order (expert, rank, token).
 
-    order: of the rows that came, the one at each place [n]; place: where each goes [n].
+    order: the index of the received row at each place [n]; place: its inverse, the place of each
+    received row [n].
     """
 
     splits: Splits
@@ -58,27 +59,27 @@ class Exchange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which row belongs to which token and expert.
+    """The mapping between rows and pairs of a token and an expert.
 
-    A pair is a token and one of its experts, numbered token x k + j. AllGather: `flat` and `place`
-    count the tokens of all ranks of ep.
+    A pair is a token and one of its experts, with index token x k + j. With AllGather, `flat` and
+    `place` cover the tokens of all ranks of ep.
     """
 
     choice: Tensor  # the experts of each of this rank's tokens [T, k]
     counts: Counts  # rows of each expert of this rank
     flat: Tensor  # the pair of each row; with an exchange, of the rows to be sent
-    place: Tensor  # the row of each pair [T, k]; past the last row where it has none
+    place: Tensor  # the row of each pair [T, k]; an index past the last row if it has none
     exchange: Exchange | None = None
-    # some rows belong to no pair: zeros, whose number in `flat` is past the last pair
+    # some rows belong to no pair: they are zero, with an index in `flat` past the last pair
     padded: bool = False
 
 
 class Capacity(NamedTuple):
-    """How many rows an expert takes of a rank's tokens, and which.
+    """The capacity of experts: how many of a rank's pairs each expert accepts, and which.
 
-    size: at most so many, C. slot: the place of each pair [T, k], expert x C + its rank among the
-    expert's pairs; E x C where the expert was full. padded: every expert has C rows, empty places
-    being zeros, so all sizes are known without looking at values.
+    size: the maximum C per expert. slot: the slot of each pair [T, k], expert x C + its rank among
+    the expert's pairs; E x C if the expert was full. padded: every expert has C rows, with zeros in
+    empty slots, so that all sizes are known without reading values.
     """
 
     size: int
@@ -89,10 +90,10 @@ class Capacity(NamedTuple):
     def of(
         cls, choice: Tensor, load: Tensor, factor: float, weights: Tensor, padded: bool
     ) -> "Capacity":
-        """Return the capacity for the experts chosen [T, k], of which load [E] counts the pairs.
+        """Return the capacity for the chosen experts [T, k]; load [E] counts the pairs of each.
 
-        C = ceil(T k / E x factor) as in Megatron-LM, at most T. An expert takes the
-        pairs with the highest weights [T, k], the earlier one of two that are equal.
+        C = ceil(T k / E x factor) as in Megatron-LM, at most T. An expert accepts the pairs with
+        the highest weights [T, k], and the earlier one of two with equal weights.
         """
         (t, k), e = choice.shape, len(load)
         size = min(t, math.ceil(t * k / e * factor))
@@ -106,18 +107,18 @@ class Capacity(NamedTuple):
         return cls(size, slot.view_as(choice), padded)
 
     def mark_dropped(self, choice: Tensor, experts: int) -> Tensor:
-        """Return the choice [T, k], of pairs that found their expert full the number `experts`."""
+        """Return the choice [T, k], with dropped pairs replaced by the index `experts`."""
         return torch.where(self.slot < experts * self.size, choice, experts)
 
 
 def even(total: int, parts: int) -> list[int]:
-    """Return `total` in parts that differ by one at most, the larger ones first."""
+    """Split `total` into parts that differ by at most one, the larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def spread(total: int, experts: int, ranks: int, skew: float) -> list[int]:
-    """Return the pairs of each expert where no values say it: as many for each; with skew the
-    experts of the first rank have together skew times the mean of a rank, and so the most.
+    """Return the assumed number of pairs of each expert, without data: equal for all experts; with
+    skew the experts of the first rank together have skew times a rank's mean, and so the most.
     """
     if skew == 1.0 or ranks == 1:
         return even(total, experts)
@@ -126,15 +127,15 @@ def spread(total: int, experts: int, ranks: int, skew: float) -> list[int]:
 
 
 def sort_pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order of keys [n], and the place of each in it."""
+    """Return the stable sorting order of keys [n] and its inverse."""
     order = torch.argsort(keys, stable=True)
     return order, torch.empty_like(order).scatter_(0, order, _numbers(order))
 
 
 def count_of(numbers: Tensor, most: int) -> Tensor:
-    """Return how often each whole number from 0 to most - 1 is in `numbers`: [most], int64.
+    """Return how often each integer from 0 to most - 1 occurs in `numbers`: [most], int64.
 
-    Sums of whole numbers are exact in any order, and nothing waits for the device.
+    Integer sums are exact in any order, and nothing waits for the device.
     """
     found = torch.zeros(most, dtype=torch.long, device=numbers.device)
     return found.index_add_(0, numbers.flatten(), torch.ones_like(numbers).flatten())
@@ -146,10 +147,10 @@ def _numbers(like: Tensor) -> Tensor:
 
 @dataclass
 class Sent:
-    """Rows on their way to their experts, and in backward their gradients on the way back.
+    """Rows in flight to their experts, and in backward their gradients in flight back.
 
-    handle: of the exchange under way. later: work that backward runs meanwhile; None where nothing
-    travels between `start` and `finish`.
+    handle: of the exchange in flight. later: work that backward runs meanwhile; None if there is no
+    communication between `start` and `finish`.
     """
 
     rows: Tensor | None
@@ -157,17 +158,17 @@ class Sent:
     later: Later | None = None
 
     def take(self) -> Tensor:
-        """Return the rows and forget them: their graph holds this object."""
+        """Return the rows and drop the reference, as their graph holds this object."""
         rows, self.rows = self.rows, None
         assert rows is not None, "they were taken before"
         return rows
 
 
 class Dispatcher:
-    """What brings tokens to the experts of a rank that holds them all.
+    """The dispatcher of a rank that holds all experts; base class of the others.
 
-    experts: their number on all ranks. who: the layer, for the trace of the axis. interleaver: of
-    two micro-batches, of which one computes while the other's rows are on their way.
+    experts: their number on all ranks. who: the layer, for the trace of the axis. interleaver: runs
+    two micro-batches, one of which computes while the other's rows are in flight.
     """
 
     def __init__(
@@ -179,9 +180,10 @@ class Dispatcher:
         self.label = Label(who, "forward")
 
     def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
-        """Return the plan for the experts chosen: choice [T, k], of different experts a token.
+        """Return the plan for the chosen experts: choice [T, k], the experts of a token distinct.
 
-        load: how often each is chosen [E]. capacity: what of it the experts take; None: all.
+        load: how often each expert is chosen [E]. capacity: limits the pairs of each expert; None:
+        no limit.
         """
         if capacity is not None and capacity.padded:
             counts = _equal(capacity.size, self.experts, choice)
@@ -193,8 +195,8 @@ class Dispatcher:
         return Plan(choice, counts, flat[: sum(counts.each)], place)
 
     def sort(self, choice: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
-        """Return the pairs in the order of (expert, token), dropped ones last, and the place of
-        each [T, k].
+        """Return the pairs in the order of (expert, token), dropped ones last, and the row of each
+        pair [T, k].
         """
         keys = choice if capacity is None else capacity.mark_dropped(choice, self.experts)
         order, place = sort_pairs(keys.flatten())
@@ -206,14 +208,14 @@ class Dispatcher:
         return y
 
     def by_kernels(self, x: Tensor) -> bool:
-        """Return whether Triton's kernels add and weigh rows like x (mpu/kernels/expert_rows.py).
+        """Return whether Triton kernels sum and weight rows like x (mpu/kernels/expert_rows.py).
 
-        On meta tensors, which stand for a GPU's, nothing is launched.
+        For meta tensors, which represent a GPU's, nothing is launched.
         """
         return self.ep.on_gpu(x) and x.dtype in DTYPES and (x.is_meta or not available.why_not())
 
     def start(self, x: Tensor, plan: Plan) -> Sent:
-        """Begin `rows`: what is computed before `finish` runs while the rows are on their way."""
+        """Begin `rows`: work between this call and `finish` overlaps the exchange of rows."""
         return Sent(self.rows(x, plan))
 
     def finish(self, sent: Sent, plan: Plan) -> Tensor:
@@ -228,10 +230,10 @@ class Dispatcher:
         return y
 
     def on_host(self, load: Tensor, total: int, capacity: Capacity | None) -> list[list[int]]:
-        """Return the pairs of each expert that are not dropped, of load [ranks, E], on the host:
-        the one wait for the device of a layer.
+        """Return, on the host, the number of pairs of each expert that are not dropped, given load
+        [ranks, E]. This is the only wait for the device in a layer.
 
-        On meta tensors each rank's `total` pairs are as `assumed`.
+        For meta tensors each rank's `total` pairs are distributed as in `assumed`.
         """
         if load.is_meta:
             most = total if capacity is None else capacity.size
@@ -240,12 +242,12 @@ class Dispatcher:
         return found
 
     def assumed(self, total: int) -> list[int]:
-        """Return what pairs each expert gets of `total` whose experts no values tell."""
+        """Return the assumed number of pairs of each expert, of `total` pairs without data."""
         return spread(total, self.experts, self.ep.size, self.skew)
 
 
 class AllGather(Dispatcher):
-    """Every rank gets every token: 4 T h (ep - 1) numbers a layer, whatever k, in equal parts."""
+    """Every rank gets every token: 4 T h (ep - 1) elements per layer for any k, in equal parts."""
 
     def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
         """Gather the choices of all ranks of ep; plan the rows of this rank's experts."""
@@ -254,7 +256,7 @@ class AllGather(Dispatcher):
             return self._padded(choice, capacity)
         keys = choice if capacity is None else capacity.mark_dropped(choice, self.experts)
         every = all_gather(keys.int(), self.ep, label=self.label)[0].long()
-        # each rank drops its own, so an expert may get more than one rank's capacity
+        # each rank drops its own pairs, so an expert may get more than one rank's capacity
         found, own = count_of(every, self.experts + 1)[:-1], slice(first, first + self.local)
         counts = Counts.of(self.on_host(found[None], every.numel(), None)[0][own], found[own])
         keys = every.flatten() - first
@@ -263,7 +265,7 @@ class AllGather(Dispatcher):
         return Plan(choice, counts, order[: sum(counts.each)], place.view_as(every))
 
     def _padded(self, choice: Tensor, capacity: Capacity) -> Plan:
-        """Plan rows in the order of (expert, rank, slot), all of sizes that are known."""
+        """Plan rows in the order of (expert, rank, slot); all sizes are known in advance."""
         ep, size, first = self.ep, capacity.size, self.ep.rank * self.local
         every = all_gather(capacity.slot.int()[None], ep, label=self.label)[0].long()  # [ep, T, k]
         expert, rank = every // size - first, _numbers(every[:, 0, 0])[:, None, None]
@@ -279,17 +281,19 @@ class AllGather(Dispatcher):
         return super().rows(gather_from_sequence_parallel_region(x, self.ep, self.who), plan)
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-        """Combine the rows that are here, for all ranks; sum what the ranks have, in rank order."""
+        """Combine this rank's rows for the tokens of all ranks; sum the ranks' partial results, in
+        rank order.
+        """
         every = gather_from_sequence_parallel_region(weights, self.ep, self.who)
         partial = super().combine(rows, every, plan)
         return reduce_scatter_to_sequence_parallel_region(partial, self.ep, self.who)
 
 
 class AllToAll(Dispatcher):
-    """Every token goes to its experts' ranks: 4 k T h (ep - 1) / ep numbers a layer at balance."""
+    """Send tokens to their experts' ranks: 4 k T h (ep - 1) / ep elements per layer if balanced."""
 
     def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
-        """Exchange the counts, which say how many rows come from each rank for each expert."""
+        """Exchange the counts: how many rows each rank sends for each expert."""
         if capacity is not None and capacity.padded:
             return self._padded(choice, load, capacity)
         ep, first = self.ep, self.ep.rank * self.local
@@ -308,7 +312,7 @@ class AllToAll(Dispatcher):
         return Plan(choice, rows, flat[: sum(splits.input)], place, back)
 
     def _padded(self, choice: Tensor, load: Tensor, capacity: Capacity) -> Plan:
-        """Plan an exchange of as many rows for each expert: no rank tells another a count."""
+        """Plan an exchange of equally many rows for each expert, without communicating counts."""
         ranks, size, plan = self.ep.size, capacity.size, super().plan(choice, load, capacity)
         splits = Splits((self.local * size,) * ranks, (self.local * size,) * ranks)
         came = torch.arange(ranks * self.local * size, device=choice.device)
@@ -322,14 +326,14 @@ class AllToAll(Dispatcher):
         return self.finish(self.start(x, plan), plan)
 
     def start(self, x: Tensor, plan: Plan) -> Sent:
-        """Send each row on its way to its expert's rank."""
+        """Start sending each row to its expert's rank."""
         assert plan.exchange is not None
         sent = Sent(None, later=[])
         sent.rows = _Start.apply(super().rows(x, plan), self, plan.exchange.splits, sent)
         return sent
 
     def finish(self, sent: Sent, plan: Plan) -> Tensor:
-        """Wait for the rows; put them in the order of their experts."""
+        """Wait for the rows; sort them by expert."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
         came = _Finish.apply(sent.take(), self, splits, sent)
@@ -337,7 +341,7 @@ class AllToAll(Dispatcher):
         return y
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-        """Send each row back to its token's rank; combine them there."""
+        """Send each row back to its token's rank; combine the rows there."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
         back = _Rows.apply(rows, place, order[:, None], False, False)
@@ -351,17 +355,17 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGather, "alltoall": 
 def dispatcher(
     options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object, interleaver: Interleaver
 ) -> Dispatcher:
-    """Return the dispatcher that the options name, "auto" the one that sends fewer bytes at
-    balance.
+    """Return the dispatcher that the options name; "auto": the one that sends fewer bytes if the
+    load is balanced.
 
-    An all-gather sends (ep - 1) T h numbers each way, an all-to-all k / ep of that.
+    An all-gather sends (ep - 1) T h elements each way, an all-to-all k / ep of that.
     """
     kind = dispatcher_of(options, topk, ep.size)
     return kind(experts, ep, who, interleaver, options.skew)
 
 
 def dispatcher_of(options: ExpertOptions, topk: int, ranks: int) -> type[Dispatcher]:
-    """Return the class of the dispatcher over so many ranks of ep: see `dispatcher`."""
+    """Return the dispatcher class for a number of ranks of ep: see `dispatcher`."""
     if ranks == 1:
         return Dispatcher
     kind = options.dispatcher
@@ -373,8 +377,8 @@ def dispatcher_of(options: ExpertOptions, topk: int, ranks: int) -> type[Dispatc
 class _Start(torch.autograd.Function):
     """Start to exchange rows; in backward wait for their gradients.
 
-    Between the two halves of an exchange its result is not there yet, and no operation takes it. In
-    backward autograd runs what was computed between the two forwards between the two backwards.
+    Between _Start and _Finish the result is not available yet, and no operation may use it. In
+    backward autograd runs the work between the two forwards between the two backwards.
     """
 
     @staticmethod
@@ -389,13 +393,13 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         saved_ctx.interleaver.switch()
-        _wait(saved_ctx.sent)  # for the gradients of x, which are not as many as those of y
+        _wait(saved_ctx.sent)  # for the gradients of x, whose number differs from that of y's
         return saved_ctx.sent.take(), None, None, None
 
 
 class _Finish(torch.autograd.Function):
-    """Wait for the rows; in backward start to send their gradients back, and run the work that was
-    deferred to be done meanwhile: the experts' weight gradients.
+    """Wait for the rows; in backward start to send their gradients back, and meanwhile run the
+    deferred work: the experts' weight gradients.
     """
 
     @staticmethod
@@ -469,18 +473,18 @@ class _Combine(torch.autograd.Function):
 
 
 def not_dropped(load: Tensor, capacity: Capacity | None) -> Tensor:
-    """Return how many pairs of each expert are not dropped, of `load`."""
+    """Return how many of the pairs counted in `load` are not dropped, for each expert."""
     return load if capacity is None else load.clamp(max=capacity.size)
 
 
 def _equal(rows: int, experts: int, like: Tensor) -> Counts:
-    """Return as many rows for each of so many experts, on the device of `like`."""
+    """Return Counts of `rows` rows for each of `experts` experts, on the device of `like`."""
     return Counts.of((rows,) * experts, torch.full((experts,), rows, device=like.device))
 
 
 def _pairs_of(place: Tensor, rows: int) -> Tensor:
-    """Return the pair of each row [rows] where place [T, k] has their rows; its number is past the
-    last pair where there is none.
+    """Return the pair of each row [rows], given the row of each pair: place [T, k]. For a row
+    without a pair, it is an index past the last pair.
     """
     flat = torch.full((rows + 1,), place.numel(), device=place.device)
     return flat.scatter_(0, place.flatten(), _numbers(place))[:-1]
@@ -493,7 +497,7 @@ def _token(flat: Tensor, k: int) -> Tensor:
 def _parts(
     rows: Tensor, place: Tensor, dtype: torch.dtype, padded: bool = False
 ) -> Iterator[Tensor]:
-    """Yield the rows of each token's first pair, second pair, ... [T, h]; zeros where elsewhere."""
+    """Yield the rows of each token's first pair, second pair, ... [T, h]; zeros if not here."""
     n = len(rows)
     for at in place.unbind(1):
         if n == place.numel() and not padded:  # every pair has a row
@@ -533,7 +537,7 @@ def _gradients(
     rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor, dy: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows [n, h] and weights [T, k], given dy [T, h] of their sums."""
-    if padded:  # an empty row has no token: zero times any
+    if padded:  # an empty row has no token: its weight is zero
         weights = torch.cat([weights.flatten(), weights.new_zeros(1)])
     own = weights.flatten().index_select(0, flat)[:, None]  # [n, 1]
     token = _token(flat, place.shape[1])
@@ -547,8 +551,8 @@ def _gradients(
 def _gradients_by_kernel(
     rows: Tensor, weights: Tensor, place: Tensor, dy: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_gradients` does, in one launch."""
-    drows = torch.zeros_like(rows) if padded else torch.empty_like(rows)  # some are of no pair
+    """Compute `_gradients` in one kernel launch."""
+    drows = torch.zeros_like(rows) if padded else torch.empty_like(rows)  # some have no pair
     dweights = torch.empty_like(weights)
     if not drows.is_meta:
         from mpu.kernels import expert_rows

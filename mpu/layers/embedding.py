@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look tokens up in an embedding whose vocabulary is cut over the tensor-parallel ranks."""
+"""An embedding whose vocabulary is cut over the tensor-parallel ranks."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ class VocabParallelEmbedding(nn.Module):
     """Embed tokens [b, s] -> [s/t, b, h] under SP, else [s, b, h].
 
     Rank r holds rows [r n, (r+1) n) of the vocabulary, n rounded up to a multiple of `pad_to`. A
-    rank looks up the tokens it holds and gives zero for the others; the ranks' results are summed.
-    Only one term of each sum is not zero, so the result does not depend on the layout.
+    rank looks up the tokens in its rows and returns zero for all others; the ranks' results are
+    summed. Only one term of each sum is not zero, so the result does not depend on the layout.
     """
 
-    gives = Region.SEQUENCE_PARALLEL  # what of the activations a rank has of the output
+    gives = Region.SEQUENCE_PARALLEL  # the part of the output that a rank holds
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, ctx: LayerContext, pad_to: int = 1
@@ -78,8 +78,8 @@ class _Lookup(torch.autograd.Function):
 def _keep_rows(x: Tensor, mine: Tensor) -> Tensor:
     """Set the rows of x [..., h] to zero where `mine` [...] is False, in place; return x.
 
-    By a product of integers: NaN goes too, and it is up to 20 times as fast as masked_fill_ on a
-    CPU.
+    It multiplies integers, which also clears NaN, and is up to 20 times as fast as masked_fill_ on
+    a CPU.
     """
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     x.view(bits).mul_(mine[..., None])

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that chose each expert, over the global batch, and the bias that follows from them.
+"""Counts of tokens per expert, over the global batch, and the router bias computed from them.
 
-    in a step     backward notes, once for each micro-batch, how many of this rank's tokens chose
+    in a step     backward records, once for each micro-batch, how many of this rank's tokens chose
                   each expert of a layer
-    its end       the counts are summed over tp x cp x dp: whole numbers, so exact in any order
+    its end       the counts are summed over tp x cp x dp: integers, so exact in any order
                   -> bias_i += rate x sign(mean of the counts - count_i)
-                  -> the f_i of the next step's loss of the global batch; where a bias or groups
-                     limit the choice it has counts of its own, of each token's k best scores
+                  -> the f_i of the next step's global-batch loss; if a bias or groups affect the
+                     choice, this loss has its own counts, of each token's k best scores
 
-The bias is added to the scores where experts are chosen, and nowhere else, so it has no gradient
-(Wang et al. 2024, Auxiliary-loss-free load balancing; DeepSeek-V3 technical report, section 2.1.2).
-Evaluation has no backward and a recomputed forward is no second backward, so neither counts. What a
-measurement notes between two steps is forgotten when the next one begins. A step whose update is
-skipped leaves bias and counts as they were. Nothing waits for the device.
+The bias is added to the scores only to choose experts, so it has no gradient (Wang et al. 2024,
+Auxiliary-loss-free load balancing; DeepSeek-V3 technical report, section 2.1.2). An evaluation has
+no backward, and a recomputed forward causes no second one, so neither is counted. Counts recorded
+by a measurement between two steps are discarded when the next step begins. A step whose update is
+skipped leaves bias and counts unchanged. Nothing waits for the device.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ from mpu.gradients import StepState
 from mpu.torch_private import each
 
 LABEL = Label("experts", "counts")
-MORE = 2  # numbers besides the counts: pairs that were dropped, the sum of the router's losses
+MORE = 2  # values besides the counts: the dropped pairs and the sum of the router's losses
 
 
 class ExpertLoad(nn.Module):
-    """The counts of one router, and its bias where there is one.
+    """The counts of one router, and its bias, if it has one.
 
-    before: tokens of each expert in the last step, of the global batch, as that loss counts them:
-    [E], fp64, whole numbers; 0 before the first step. noted: of this step and this rank so far
-    [E + MORE], and with counts_best the counts of `best` [E] after that. of: the router's
-    weight, by whose name checkpoints have `before`. e_score_correction_bias: the bias [E], in the
-    accumulation dtype; a buffer, which checkpoints have under Hugging Face's name. best: `before`
-    is of counts of its own, which `note` is given.
+    before: tokens of each expert in the last step, over the global batch, as that loss counts them:
+    [E], integers in fp64; 0 before the first step. noted: the values of this rank in this step so
+    far [E + MORE], followed, with counts_best, by the counts of `best` [E]. of: the router's
+    weight, whose name identifies `before` in checkpoints. e_score_correction_bias: the bias [E], in
+    the accumulation dtype; a buffer, saved under Hugging Face's name. best: `before` has its own
+    counts, which are passed to `note`.
     """
 
     e_score_correction_bias: Tensor | None
@@ -69,19 +69,19 @@ class ExpertLoad(nn.Module):
     def note(
         self, y: Tensor, counts: Tensor, losses: Tensor | None, best: Tensor | None = None
     ) -> Tensor:
-        """Return y; note in its backward the counts [E], or with the dropped pairs [E + 1], the
-        sum of the losses over this rank's tokens, and with counts_best how many of these have each
-        expert among their k best scores [E].
+        """Return y; in its backward record the counts [E] (with the dropped pairs [E + 1]), the sum
+        of the losses over this rank's tokens, and with counts_best how many of these tokens have
+        each expert among their k best scores [E].
         """
         assert (best is not None) == self.counts_best
         losses = None if losses is None else losses.detach()
-        if torch.is_grad_enabled() and not y.requires_grad:  # there is no backward: all is frozen
+        if torch.is_grad_enabled() and not y.requires_grad:  # everything is frozen: no backward
             self.count(counts, losses, best)
         noted: Tensor = _Note.apply(y, self, counts, losses, best)
         return noted
 
     def count(self, counts: Tensor, losses: Tensor | None, best: Tensor | None) -> None:
-        """Add to what is noted of this step, as `note` takes it."""
+        """Add the arguments of `note` to the values recorded in this step."""
         experts = len(self.before)
         self.noted[: len(counts)] += counts
         if losses is not None:
@@ -113,8 +113,8 @@ class _Note(torch.autograd.Function):
 class ExpertLoads(StepState):
     """The counts of all routers of a rank.
 
-    counts, dropped, losses: of the last step's global batch: [layers, E] and [layers] twice; None
-    before the first one. Rows are in the order of `loads`.
+    counts, dropped, losses: of the last step's global batch, [layers, E], [layers] and [layers];
+    None before the first step. Rows are in the order of `loads`.
     """
 
     def __init__(self, ctx: LayerContext) -> None:
@@ -125,12 +125,12 @@ class ExpertLoads(StepState):
         self.losses: Tensor | None = None
 
     def add(self, load: ExpertLoad) -> None:
-        """Count for one more router."""
+        """Add one more router."""
         self.loads.append(load)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the message that ends a step."""
+        """Return the size of the message at the end of a step."""
         return sum(load.noted.nbytes for load in self.loads)
 
     def state(self) -> Sequence[tuple[nn.Parameter, Tensor]]:
@@ -138,14 +138,14 @@ class ExpertLoads(StepState):
         return [(load.of[0], load.before) for load in self.loads]
 
     def begin_step(self) -> None:
-        """Forget what was noted since the last step."""
+        """Discard the values recorded since the last step."""
         each("zero_", [load.noted for load in self.loads])
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:
-        """Sum the counts over the ranks of the stage; move the bias, unless the router is frozen.
+        """Sum the counts over the ranks of the stage; update the bias, unless the router is frozen.
 
-        found_inf: 1.0 where the update is skipped, and with it this.
+        found_inf: 1.0 if the update is skipped, and this with it.
         """
         total = torch.stack([load.noted for load in self.loads])  # [layers, E + MORE or 2 E + MORE]
         for axis in (self.ctx.tp,) * self.ctx.sp + (self.ctx.grid.dp_cp,):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply each row by its expert's matrix: forward, dgrad and wgrad of a mixture of experts.
+"""The grouped matmuls of a mixture of experts: forward, dgrad and wgrad.
 
     n rows, in the order of their experts   E experts, of which this rank holds E/ep
     i in features   o out features
@@ -8,8 +8,8 @@
     Experts         down(swiglu(gate_up(x)))             x [n, h] -> [n, h]
     RouterLinear    logits = x A^T, in the accumulation dtype    x [T, h], A [E, h] -> [T, E]
 
-Whose rows they are is decided before (mpu/layers/dispatch.py). The matrices of all experts of a
-rank are one parameter. The axis ep deals them out, so gradients are summed over edp, the ranks that
+Rows are assigned to experts beforehand (mpu/layers/dispatch.py). The matrices of all experts of a
+rank are one parameter. It is cut over the axis ep, so gradients are summed over edp, the ranks that
 hold the same experts (mpu.grid.DATA). An expert without rows has a gradient of zeros.
 """
 
@@ -27,14 +27,15 @@ from mpu.layers.fused import swiglu
 from mpu.layers.linear import Recipe
 from mpu.param import Placement, Region, divide, parameter
 
-STEP = 16  # rows between two sizes, at least
-Later = list[Callable[[], None]]  # work of a backward that waits for something to hide
+STEP = 16  # minimum distance between two padded sizes, in rows
+Later = list[Callable[[], None]]  # backward work deferred until it can hide communication
 
 
 class Counts(NamedTuple):
-    """Rows of each expert of this rank, which follow one another.
+    """Numbers of rows of each expert of this rank; the rows of experts follow one another.
 
-    ends: where each expert's end, int32 on the device, so that a kernel need not wait for the host.
+    ends: the end of each expert's rows, int32 on the device, so that kernels do not wait for the
+    host.
     """
 
     each: tuple[int, ...]
@@ -42,16 +43,16 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, each: Sequence[int], on_device: Tensor) -> "Counts":
-        """Return the counts that the host has read of a device's, [E/ep]."""
+        """Return the counts, given on the host and, with the same values, on the device [E/ep]."""
         return cls(tuple(each), on_device.cumsum(0, dtype=torch.int32))
 
 
 class PaddedRows(Recipe):
-    """Multiply numbers of rows that change from call to call, as those of an expert do.
+    """A Recipe for inputs whose number of rows changes with every call, as an expert's does.
 
-    oneDNN, which multiplies on a CPU, generates code for each number of rows, 0.6 MB each time. It
-    keeps that of its last 1,024 products, and torch that of 1,024 more. So rows are added there up
-    to one of a few sizes (`padded_rows`). oneDNN does not multiply fp64.
+    On a CPU oneDNN generates code for each number of rows, 0.6 MB each time. It caches the code of
+    its last 1,024 products, and torch that of 1,024 more. So on a CPU rows are padded to one of a
+    few sizes (`padded_rows`). oneDNN does not multiply fp64.
     """
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -65,25 +66,25 @@ class PaddedRows(Recipe):
         super().accumulate(main_grad, fresh, _padded(x), _padded(dy), turned)
 
 
-RECIPE = PaddedRows()  # of products, which are the same on every device
+RECIPE = PaddedRows()  # for products only, which do not depend on on_gpu
 
 
 def padded_rows(rows: int) -> int:
-    """Return the next size: the multiples of 16 up to 512, then 16 from one power of 2 to the next.
+    """Round up to a size: multiples of 16 up to 512, then 16 sizes between two powers of 2.
 
-    So at most 15 rows are added, or a 16th of them, and up to 65,536 rows have 144 sizes.
+    So at most 15 rows, or 1/16 of them, are added, and there are 144 sizes up to 65,536 rows.
     """
     step = max(STEP, (1 << (rows - 1).bit_length()) // 32)
     return -(-rows // step) * step
 
 
 def pads(x: Tensor) -> bool:
-    """Return whether products of these rows are of a few sizes only."""
+    """Return whether rows like these are padded to one of a few sizes."""
     return x.device.type == "cpu" and x.dtype != torch.float64
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Return x [n, i] with rows of zeros up to the next size, a copy unless it has that."""
+    """Return x [n, i] padded with rows of zeros to the next size: a copy, unless n is a size."""
     n, size = len(x), padded_rows(len(x)) if pads(x) else len(x)
     if n == size:
         return x
@@ -95,8 +96,8 @@ def _padded(x: Tensor) -> Tensor:
 class GroupedLinear(nn.Module):
     """y = x A_e^T for the rows of each expert e.
 
-    sections: sizes of the matrices that are fused into each expert's (gate, up), along o. Raises
-    ValueError where the experts do not divide over the ranks of ep.
+    sections: sizes, along o, of the matrices that are fused into each expert's (gate, up). Raises
+    ValueError if the experts do not divide over the ranks of ep.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class GroupedLinear(nn.Module):
         self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
 
     def forward(self, x: Tensor, counts: Counts, later: Later | None = None) -> Tensor:
-        """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all.
+        """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in total.
 
-        later: takes the wgrad of backward, for who gets the gradient of x to run.
+        later: receives the wgrad of backward, to be run by the consumer of the gradient of x.
         """
         each = counts.each
         if sum(each) != len(x) or len(each) != self.experts:
@@ -128,7 +129,7 @@ class GroupedLinear(nn.Module):
         return y
 
     def acquire(self) -> Tensor:
-        """Return the whole local weight as [E/ep, o, i]; then call `end_use`."""
+        """Return the whole local weight as [E/ep, o, i]; call `end_use` after its use."""
         return self.ctx.sink.acquire(self.weight).view(-1, self.out_features, self.in_features)
 
     def end_use(self) -> None:
@@ -150,7 +151,7 @@ class GroupedLinear(nn.Module):
 
 
 def runs(counts: Counts) -> Iterator[tuple[int, int, int]]:
-    """Yield (expert, first row, last row + 1)."""
+    """Yield (expert, first row, last row + 1) of each expert."""
     for e, high in enumerate(accumulate(counts.each)):
         yield e, high - counts.each[e], high
 
@@ -160,8 +161,8 @@ def grouped_product(
 ) -> Tensor:
     """Return x w_e^T of each expert's rows: x [n, i], weights [E, o, i] -> [n, o].
 
-    on_gpu: LayerContext's. In bf16 on a GPU it is one kernel, torch's grouped_mm; elsewhere a loop
-    over the experts. On meta tensors it is one matmul of as many FLOPs.
+    on_gpu: LayerContext's. In bf16 on a GPU it is one kernel, torch's grouped_mm; otherwise a loop
+    over the experts. For meta tensors it is one matmul with the same FLOPs.
     """
     if x.is_meta:
         return RECIPE.product(x, weights[0])
@@ -185,8 +186,8 @@ def grouped_wgrad(
 ) -> None:
     """Add dy_e^T x_e of each expert's rows to grads [E, o, i], or overwrite them if `fresh`.
 
-    x [n, i], dy [n, o]. Triton adds rows of 16 bits to fp32 in one kernel; elsewhere it is a loop
-    over the experts.
+    x [n, i], dy [n, o]. For 16-bit rows and fp32 gradients it is one Triton kernel; otherwise a
+    loop over the experts.
     """
     halves = x.dtype in (torch.bfloat16, torch.float16) and grads.dtype == torch.float32
     if halves and available.launches(x):
@@ -230,10 +231,10 @@ class _GroupedMatmul(torch.autograd.Function):
         if not saved_ctx.needs_input_grad[1]:
             return dx, None, None, None, None
         (x,) = saved_ctx.saved_tensors
-        x = x.detach() if queue.defers() else x  # else the graph lives on
+        x = x.detach() if queue.defers() else x  # a deferred closure must not keep the graph alive
 
         work = queue.later(lambda: layer.wgrad(x, dy, counts), (x, dy))
-        # whoever made x gets dx, and runs the work, unless nobody needs dx
+        # the producer of x receives dx and runs the work, unless dx is not needed
         if saved_ctx.later is not None and dx is not None and not queue.defers():
             saved_ctx.later.append(work)
         else:
@@ -250,19 +251,20 @@ class Experts(nn.Module):
         self.down = GroupedLinear(experts, ffn, (hidden,), ctx=ctx)
 
     def forward(self, x: Tensor, counts: Counts, later: Later | None = None) -> Tensor:
-        """x [n, h], rows in the order of their experts -> [n, h]. later: as GroupedLinear's, for
+        """x [n, h], rows in the order of their experts -> [n, h]. later: see GroupedLinear; it gets
         the wgrad of gate_up.
         """
         return self.down(swiglu(self.gate_up(x, counts, later)), counts)
 
 
 class RouterLinear(nn.Module):
-    """logits = x A^T, computed in the accumulation dtype, and so is the gradient of A [E, h].
+    """logits = x A^T; logits and the gradient of A [E, h] are computed in the accumulation dtype.
 
-    Every rank holds A whole and applies it to its own part of s, so its gradient is partial there.
+    Every rank holds all of A and applies it to its own part of s, so each rank's gradient is
+    partial.
     """
 
-    takes = gives = Region.SEQUENCE_PARALLEL  # what of the activations a rank has
+    takes = gives = Region.SEQUENCE_PARALLEL  # the part of the activations that a rank holds
 
     def __init__(self, hidden: int, experts: int, *, ctx: LayerContext) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalise, rotate, gate: the operations between the matmuls, each in one pass over memory.
+"""RMSNorm, RoPE and SwiGLU: the operations between the matmuls, each in one pass over memory.
 
     RMSNorm      y = x / sqrt(mean(x^2) + eps) * w    Zhang and Sennrich 2019
     apply_rope   rotate q and k by their position     Su et al. 2021; the angles: mpu/layers/rope.py
     swiglu       silu(gate) * up                      Shazeer 2020
 
-Each is the same function three times (docs/kernels.md): in csrc/fused.cpp for a CPU, called here;
-in mpu/kernels for a GPU (Triton); in torch's operations elsewhere, called by fused_gpu.py.
+Each has three implementations (docs/kernels.md): csrc/fused.cpp for a CPU, called here; mpu/kernels
+for a GPU (Triton), and torch's operations otherwise, both called by fused_gpu.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +31,10 @@ C_TYPES: dict[type, Any] = {int: c_int64, float: c_double, type(None): c_void_p}
 
 
 def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
-    """Return whether csrc/fused.cpp is built and takes these: on a CPU, contiguous, of one dtype.
+    """Return whether csrc/fused.cpp is built and supports these: contiguous CPU tensors, one dtype.
 
-    Of meta tensors, which stand for those of a CPU or of a GPU, it takes the same: `call` then does
-    nothing, and results alone are made, as those of the library and of Triton's kernels are.
+    Meta tensors, which represent those of a CPU or a GPU, count as supported: `call` then does
+    nothing, and only the results of the library, or of Triton's kernels, are allocated.
     accumulate: the dtype that sums must have, if any; the library sums fp64 in fp64, else in fp32.
     """
     first = tensors[0]
@@ -51,10 +51,10 @@ def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
 def call(
     name: str, dtype: torch.dtype, first: Tensor, *others: Tensor | int | float | None
 ) -> None:
-    """Call weft_<name> of csrc/fused.cpp: kind, threads, then the others with tensors as pointers.
-    On meta tensors, which have no addresses, do nothing.
+    """Call weft_<name> of csrc/fused.cpp: kind, threads, first, others, with tensors as pointers.
+    For meta tensors, which have no addresses, do nothing.
 
-    Nothing is checked here: `fits` and its like are, and a rehearsal compares every call with
+    Arguments are not checked here but by `fits` and the like; a rehearsal checks every call against
     mpu/kernels/by_address.py.
     """
     if first.is_meta:
@@ -68,7 +68,7 @@ def call(
 
 
 def attention_is_fast(q: Tensor, units: int) -> bool:
-    """Return whether csrc/attention.h takes q, fast, with work in `units` for all threads."""
+    """Return whether csrc/attention.h supports q, is fast, and `units` occupy all threads."""
     library = native.load()
     return (
         library is not None
@@ -83,11 +83,11 @@ class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in the accumulation dtype.
 
     region: where it is used; the default is hidden states [s/t, b, h]. A norm inside a head, on
-    [s, b, a/t, d], is in Region.TENSOR_PARALLEL. The sink adds the gradients of w accordingly.
-    zero_centered: a subclass sets it where the norm multiplies by 1 + w (Gemma; Megatron's
-    --apply-layernorm-1p). In bf16 1 + w is in the accumulation dtype, which torch's operations take
-    and the fused kernels do not. Raises ValueError where --norm-backend names a package and the
-    norm is zero-centered.
+    [s, b, a/t, d], is in Region.TENSOR_PARALLEL. The sink sums the gradients of w accordingly.
+    zero_centered: set by a subclass if the norm multiplies by 1 + w (Gemma; Megatron's
+    --apply-layernorm-1p). In bf16 1 + w is in the accumulation dtype, which torch's operations
+    support and the fused kernels do not. Raises ValueError if --norm-backend names a package and
+    the norm is zero-centered.
     """
 
     zero_centered = False
@@ -102,13 +102,13 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
-        self.takes = self.gives = region  # what of the activations a rank has
+        self.takes = self.gives = region  # the part of the activations that a rank holds
         self.check_backend(ctx.norm_backend)
-        self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
+        self.passes = norm_backend(ctx.norm_backend)  # used if csrc/ does not support it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
 
     def check_backend(self, name: str) -> None:
-        """Raise ValueError where a norm by a package (--norm-backend) would be another function."""
+        """Raise ValueError if a package (--norm-backend) would compute a different function."""
         if self.zero_centered and name != "weft":
             raise ValueError(
                 f"--norm-backend {name}: this norm multiplies by 1 + w ({type(self).__name__}), "
@@ -120,20 +120,20 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, None, self.weight, self)[0]
 
     def factor(self, w: Tensor) -> Tensor:
-        """Return what x is multiplied by, of the whole weight: itself, or 1 + w."""
+        """Return the factor of x, given the whole weight: w itself, or 1 + w."""
         return 1 + w.to(self.ctx.accumulate) if self.zero_centered else w
 
 
 class ResidualRMSNorm(RMSNorm):
-    """RMSNorm of a residual stream, from which a branch leaves, and the add before it: one pass.
+    """RMSNorm of a residual stream, fused with the preceding residual add: one pass.
 
-    Backward is one pass too: it adds the stream's gradient to the branch's.
+    Backward is one pass too: it adds the stream's gradient to that of the norm.
     """
 
     def forward(  # type: ignore[override]
         self, stream: Tensor, branch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return norm(stream + branch) and stream + branch; without a branch the stream itself."""
+        """Return norm(stream + branch) and stream + branch. A missing branch counts as zero."""
         return _RMSNorm.apply(stream, branch, self.weight, self)
 
 
@@ -192,12 +192,12 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v [s, b, n, d] of qkv [s, b, (heads + 2 groups) d], q and k rotated.
 
-    rotary: only the first so many elements of a head are rotated, as in GPT-NeoX and Phi; 0: all d.
-    cos, sin: [s, 1 or b, 1, rotary/2]. The rotation is done in their dtype, the result is in qkv's.
-    Raises ValueError where they have another shape.
+    rotary: number of leading elements of a head to rotate, as in GPT-NeoX and Phi; 0: all d. cos,
+    sin: [s, 1 or b, 1, rotary/2]. The rotation is computed in their dtype, the result is in qkv's.
+    Raises ValueError if they have another shape.
 
-    What a ColumnParallelLinear returned is rotated in its own memory while autograd records, since
-    its backward does not read it: take what else you need of qkv before.
+    While autograd records, the result of a ColumnParallelLinear is rotated in place, since its
+    backward does not read it: copy any other part of qkv that you need before.
     """
     (s, b, _), d = qkv.shape, qkv.shape[2] // (heads + 2 * groups)
     half = (rotary or d) // 2
@@ -219,7 +219,7 @@ def _partly_rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.unflatten(2, (heads + 2 * groups, -1)).split([heads, groups, groups], 2)
-    rotary = [x[..., : 2 * cos.shape[-1]] for x in (q, k, v)]  # the rotation takes a v, too
+    rotary = [x[..., : 2 * cos.shape[-1]] for x in (q, k, v)]  # apply_rope also needs a v
     first, second, _ = apply_rope(torch.cat(rotary, 2).flatten(2), cos, sin, heads, groups)
     q, k = (torch.cat([y, x[..., y.shape[-1] :]], -1) for x, y in ((q, first), (k, second)))
     return q, k, v
@@ -254,7 +254,7 @@ class _Rope(torch.autograd.Function):
 def _rotate(saved_ctx: Any, x: Tensor, sign: float, own: bool) -> Tensor:
     (s, b, n, d), cos = x.shape, saved_ctx.cos
     out = x.data if own else torch.empty_like(x)
-    share = s * b // (cos.numel() // (d // 2))  # b where the batch shares its positions
+    share = s * b // (cos.numel() // (d // 2))  # b if the batch shares its positions, else 1
     sizes = (s * b, n, saved_ctx.turned, d, share, sign)
     call("rope", x.dtype, x, cos, saved_ctx.sin, out, *sizes)
     return out
@@ -265,10 +265,10 @@ def swiglu(
 ) -> Tensor:
     """Return silu(gate) * up of x's halves: [..., 2f] -> [..., f]. Saves its input only.
 
-    With two linears it stands between them: x [s/t, b, h] -> down(swiglu(gate_up(x))) [s/t, b, h].
-    In float8 with scales of blocks or of a tensor it then makes the operands of `down`, and in
-    backward those of `gate_up`, in place of its result, which is neither written nor read. The
-    bytes are the same. Nobody may read what autograd passes there: one NaN, expanded.
+    With two linears it runs between them: x [s/t, b, h] -> down(swiglu(gate_up(x))) [s/t, b, h].
+    In float8 with block or tensor scales it then writes the operands of `down`, and in backward
+    those of `gate_up`, instead of its result, which is neither written nor read. The operands'
+    bytes are the same. The tensors that autograd passes there, one NaN expanded, must not be read.
     """
     if gate_up is None or down is None:
         if x.shape[-1] % 2:
@@ -280,7 +280,7 @@ def swiglu(
     if not own or not follows or down.ctx.sink.watched:
         return down(swiglu(gate_up(x)))
     h, makes = gate_up(x, operands), cast(FollowsSwiGLU, recipe)
-    if h.shape[:-1].numel() % (makes.block or 1):  # an evaluation's tokens: backward refuses them
+    if h.shape[:-1].numel() % (makes.block or 1):  # an evaluation's tokens: backward would fail
         return down(swiglu(h))
     trains = torch.is_grad_enabled() and down.weight.requires_grad
     return down(_SwiGLUOperands.apply(h, gate_up, makes, operands, trains), operands)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of fused.py on a GPU, by Triton, and by torch where neither it nor csrc/ can.
+"""The operations of fused.py on a GPU by Triton, or by torch if neither Triton nor csrc/ applies.
 
-Triton's kernels (mpu/kernels) take what `on_triton` says. torch's operations take anything, in
-several passes: they are the reference for the others.
+Triton's kernels (mpu/kernels) are used for tensors accepted by `on_triton`. torch's operations
+accept any tensor, in several passes; they are the reference for the other implementations.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from mpu.gradients import GradientSink
 from mpu.kernels import available
 from mpu.torch_private import silu_backward_
 
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # that Triton's kernels take
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # supported by Triton's kernels
 
 
 def without(device: torch.device) -> str:
-    """Return why torch's operations stand in for the fused ones on a device, or an empty text."""
+    """Return why torch's operations replace the fused ones on a device, or an empty string."""
     if device.type == "cpu":
         return "" if native.load() else native.reason()
     return available.why_not()
 
 
 def on_triton(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
-    """Return whether Triton's kernels take these: on a GPU, contiguous, of one dtype.
+    """Return whether Triton's kernels support these: contiguous GPU tensors of one dtype.
 
     accumulate: the dtype that sums must have, if any; kernels sum fp64 in fp64, else in fp32.
     """
@@ -67,10 +67,10 @@ def norm_backward(
     sink: GradientSink,
     weight: nn.Parameter,
 ) -> Tensor:
-    """Return dx, plus `more` if given; add the gradient of the weight, unless it is frozen, to the
-    sink.
+    """Return dx, plus `more` if given; add the gradient of the weight to the sink, unless it is
+    frozen.
 
-    eps: is in r already.
+    eps: unused here, as r already includes it.
     """
     kind, h = r.dtype, x.shape[-1]
     given = (x, w, dy) if more is None else (x, w, dy, more)
@@ -94,7 +94,7 @@ def norm_backward(
 
 
 def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -> Tensor:
-    """Return x [s, b, n, d] with q and k rotated: n is cut in `sizes` of q, k and v.
+    """Return x [s, b, n, d] with q and k rotated; `sizes` are the heads of q, k and v in n.
 
     own: Triton may write to the memory of x.
     """
@@ -108,12 +108,12 @@ def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -
 
 
 def _of_one_layout(cos: Tensor, sin: Tensor) -> bool:
-    """Return whether the kernel, which takes strides of cos alone, may read both."""
+    """Return whether the kernel may read both, as it takes the strides of cos only."""
     return cos.stride() == sin.stride() and cos.dtype == sin.dtype and cos.stride(-1) == 1
 
 
 def rope_backward(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """Return dq, dk and dv [s, b, n, d] side by side, dq and dk rotated back."""
+    """Return dq, dk and dv concatenated along n [s, b, n, d], with dq and dk rotated back."""
     dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
     if on_triton(dq[:0], accumulate=cos.dtype) and _of_one_layout(cos, sin):
         from mpu.kernels import rope as kernel

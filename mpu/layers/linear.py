@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut a matmul over tensor-parallel ranks, by columns or by rows: forward, dgrad and wgrad.
 
-Column: Y = X A^T with A's rows (output features) cut, A = [A_1; ...; A_t]; every rank makes its own
-columns of Y.
+Column: Y = X A^T with A's rows (output features) cut, A = [A_1; ...; A_t]; each rank computes its
+own columns of Y.
 Row:    Y = sum_i X_i A_i^T with A's columns (input features) cut; the partial products are summed.
 A column layer followed by a row layer needs one collective each way (Shoeybi et al. 2019); under
 sequence parallelism that all-reduce becomes an all-gather before the column layer and a
@@ -20,9 +20,9 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
 
 dgrad (dx = dy A) and wgrad (dA = dy^T x) are separate: wgrad goes through the context's queue, so a
 pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. A frozen
-weight has no wgrad, so x is not saved; where nothing below trains there is no dgrad. The layer's
-OverlapMethod (mpu/overlap/method.py) says how the gather and the scatter travel: start_all_gather
-starts the one, matmul_reduce_scatter the other. The layer's Recipe makes the operands: what is
+weight has no wgrad, so x is not saved; if no earlier layer trains there is no dgrad. The layer's
+OverlapMethod (mpu/overlap/method.py) implements the all-gather (start_all_gather) and the
+reduce-scatter (matmul_reduce_scatter). The layer's Recipe makes the operands: the tensors that are
 multiplied, saved and sent.
 """
 
@@ -45,10 +45,10 @@ from mpu.torch_private import linear_pointwise
 
 
 def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return oneDNN's x w^T for fp32 on a CPU, else None: there it is the fastest kernel at hand.
+    """Return oneDNN's x w^T for fp32 on a CPU, where it is the fastest available kernel, else None.
 
     It is the operator that torch's own compiler emits there. F.linear and torch.mm call MKL's
-    sgemm, which takes 1.1 to 2 times as long on the shapes of a step. Of meta tensors it is
+    sgemm, which takes 1.1 to 2 times as long on the shapes of a step. For meta tensors it is
     F.linear, whose result has the same shape.
     """
     if x.dtype != torch.float32 or x.device.type not in ("cpu", "meta"):
@@ -61,17 +61,17 @@ def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 @dataclass(eq=False)
 class Operands:
-    """What SwiGLU makes for the linears on both sides of it: operands, in place of tensors.
+    """Operands that SwiGLU writes, instead of tensors, for the linears before and after it.
 
-    x: what `down` multiplies in forward, and what its wgrad takes. dy: what `gate_up` multiplies in
-    dgrad, and what its wgrad takes. wgrad's are of the transpose already; None: nobody takes them.
+    x: the operands of `down`, of its forward and of its wgrad. dy: the operands of `gate_up`, of
+    its dgrad and of its wgrad. Those of wgrad are already transposed; None: wgrad needs none.
     """
 
     x: tuple[Tensor, Tensor | None] | None = None
     dy: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, role: str) -> tuple[Tensor, Tensor | None] | None:
-        """Return what was made for "x" or "dy", and forget it; None: nothing was."""
+        """Return the operands for "x" or "dy" and drop them; None: there are none."""
         made: tuple[Tensor, Tensor | None] | None = getattr(self, role)
         setattr(self, role, None)
         return made
@@ -80,37 +80,37 @@ class Operands:
 class Recipe:
     """How a parallel linear multiplies; subclass it for another arithmetic, such as float8.
 
-    An operand is what is multiplied, saved for backward and sent to other ranks: rows [..., k],
-    summed over k. This recipe's operands are the tensors themselves, in their own dtype.
+    An operand is the form of a tensor that is multiplied, saved for backward and sent: rows
+    [..., k], summed over k. This recipe's operands are the tensors themselves, in their own dtype.
 
-    on_gpu: the layer's (LayerContext.on_gpu). keeps: whether a weight's operand is worth its memory
-    from one micro-batch to the next.
+    on_gpu: the layer's (LayerContext.on_gpu). keeps: whether the operand of a weight is cached from
+    one micro-batch to the next.
     """
 
     on_gpu = False
     keeps = False
-    follows_swiglu = False  # whether SwiGLU makes operands between layers that have it
+    follows_swiglu = False  # whether SwiGLU writes operands between two layers with this recipe
 
     def __init__(self, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
 
     def of_any_layer(self) -> "Recipe":
-        """Return the recipe without what it keeps of a layer: here itself."""
+        """Return the recipe without the state of a layer: here itself."""
         return self
 
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
         """Return the operand for x, w or dy, before it is sent or saved; for "wt", that of w^T.
 
-        cut: whether tensor-parallel ranks divide its rows ("sp": under sequence parallelism) or k.
+        cut: the dimension that tensor-parallel ranks divide: "rows", "k", or "sp": rows, under SP.
         """
         return x.t() if role == "wt" else x
 
     def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
-        """Return what wgrad takes of x or dy: here their operand."""
+        """Return the input of wgrad for x or dy: here their operand."""
         return operand
 
     def row(self, k: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Return the length and the dtype of an operand's row, of k numbers of a dtype."""
+        """Return the length and the dtype of an operand's row, given k elements of a dtype."""
         return k, dtype
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -126,14 +126,14 @@ class Recipe:
     ) -> None:
         """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: x [n, i], dy [n, o].
 
-        turned: which of the two, "x" or "dy", is the operand of its transpose already. On a GPU one
-        matmul adds in place, in fp32 for bf16. On a CPU a product of fp32 or of another dtype than
-        main_grad's is rounded to its own, then added (docs/numerics.md).
+        turned: which of the two, "x" or "dy", already is the operand of its transpose. On a GPU one
+        matmul adds in place, in fp32 for bf16. On a CPU a product in fp32, or in a dtype other than
+        main_grad's, is first rounded to its own dtype, then added (docs/numerics.md).
         """
         assert not turned, "SwiGLU makes no operands for this recipe"
         onednn = None if self.on_gpu else onednn_linear(x)
         if onednn is not None:
-            # the narrower one as the rows of x: the other is then packed as a weight, once
+            # pass the narrower one as x: the other is then packed as a weight, once
             wide = len(main_grad) > main_grad.shape[1]
             product = onednn(x.t(), dy.t()).t() if wide else onednn(dy.t(), x.t())
             main_grad.copy_(product) if fresh else main_grad.add_(product)
@@ -149,11 +149,11 @@ class Recipe:
 
 
 class _ParallelLinear(nn.Module):
-    """What both layers share: a weight, its Recipe and its OverlapMethod."""
+    """Base class of both layers: a weight, its Recipe and its OverlapMethod."""
 
     cuts: dict[str, str]  # see Recipe.operand
-    takes: Region  # what of the activations a rank has of its input, and of its output
-    gives: Region
+    takes: Region  # the part of the input that a rank holds
+    gives: Region  # the part of the output
 
     def __init__(
         self, sizes: tuple[int, int], weight: nn.Parameter, ctx: LayerContext, recipe: Recipe | None
@@ -172,14 +172,14 @@ class _ParallelLinear(nn.Module):
         self.on_forward, self.on_backward, self.on_wgrad = (Label(self, phase) for phase in phases)
 
     def operand(self, x: Tensor, role: str) -> Tensor:
-        """Return the operand of "x" or "dy"."""
+        """Return the operand for x in the role "x" or "dy"."""
         return self.recipe.operand(x, role, self.cuts[role])
 
     def operand_of_weight(self, role: str) -> Tensor:
-        """Return that of the whole local weight: "w" [o, i], "wt" [i, o]; then call `end_use`.
+        """Return the operand of the local weight: "w" [o, i], "wt" [i, o]; then call `end_use`.
 
-        A recipe that keeps it makes it once for all micro-batches of a step, unless the weight
-        itself is not kept.
+        With Recipe.keeps it is made once for all micro-batches of a step, unless the weight is
+        sharded (ZeRO stage 3).
         """
         sink, key = self.ctx.sink, (self.weight, role)
         kept = sink.weight_rows.get(key)
@@ -229,8 +229,8 @@ def column_placement(
 def column_vector(
     sections: int | Sequence[int], *, ctx: LayerContext, pad_to: int = 0
 ) -> nn.Parameter:
-    """Return an unset vector, cut as the rows of a column-parallel weight of these sections are:
-    a bias, or a gain of each of its features. pad_to: as ColumnParallelLinear's.
+    """Return an uninitialised vector, cut like the rows of a column-parallel weight with these
+    sections: a bias, or a gain per feature. pad_to: as in ColumnParallelLinear.
     """
     sizes = (sections,) if isinstance(sections, int) else tuple(sections)
     place = column_placement(1, sizes, ctx, pad_to)
@@ -242,10 +242,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its
     own. pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
-    weight: share this parameter (tied embeddings) instead of making one. output_layer: the model's
-    last layer, whose weight gradients --defer-embedding-wgrad-compute puts off. bias: whether there
-    is one, cut as the rows are. Raises ValueError where a section does not divide by the
-    tensor-parallel size.
+    weight: share this parameter (tied embeddings) instead of making one. output_layer: it is the
+    model's last layer, whose weight gradients --defer-embedding-wgrad-compute defers. bias: add a
+    bias, cut like the rows. Raises ValueError if a section is not divisible by the tensor-parallel
+    size.
     """
 
     cuts = {"x": "sp", "w": "rows", "dy": "k", "wt": "k"}
@@ -273,14 +273,14 @@ class ColumnParallelLinear(_ParallelLinear):
             self.bias = column_vector(sections, ctx=ctx, pad_to=pad_to)
 
     def output_sections(self) -> list[tuple[int, int]]:
-        """Return the features of the output, section by section: (of all ranks, of this one)."""
+        """Return, for each section of the output, (features of all ranks, features of this one)."""
         place, t = placement_of(self.weight), self.ctx.tp.size
         if len(place.sections) == 1:
             return [(place.shape[0], place.local_size)]
         return [(size, size // t) for size in place.sections]
 
     def forward(self, x: Tensor, operands: Operands | None = None) -> Tensor:
-        """Multiply, gathering x along s first under SP. operands: where backward finds dy's."""
+        """Multiply, gathering x along s first under SP. operands: source of dy's in backward."""
         y: Tensor = AllGatherMatmul.apply(x, self.weight, self, operands)
         return y if self.bias is None else y + use(self.bias, self.ctx.sink)
 
@@ -310,10 +310,10 @@ class AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
-        """Return dx, of x's shape, from dy [s, b, o/t], or from what SwiGLU made of it.
+        """Return dx, of x's shape, from dy [s, b, o/t], or from the operands that SwiGLU wrote.
 
-        in turn     gather x -> wait -> dgrad -> scatter dx -> wait -> wgrad
-        this does   [gather x | dgrad] -> [scatter dx | wgrad]
+        sequential    gather x -> wait -> dgrad -> scatter dx -> wait -> wgrad
+        overlapped    [gather x | dgrad] -> [scatter dx | wgrad]
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         queue, recipe = layer.ctx.queue, layer.recipe
@@ -332,7 +332,7 @@ class AllGatherMatmul(torch.autograd.Function):
         if x is not None:
             dy_operand = recipe.for_wgrad(dy, operand) if turned is None else turned
             which = "" if turned is None else "dy"
-            shard = x.detach() if deferred else x  # else the graph lives on, and the stage's input
+            shard = x.detach() if deferred else x  # x itself would keep the graph alive
 
             def wgrad() -> None:
                 gathering = again or method.start_all_gather_overlapped(shard, layer.on_wgrad)
@@ -349,8 +349,8 @@ class RowParallelLinear(_ParallelLinear):
     """y = sum_i x_i A_i^T + bias, A [o, i] cut by columns: x [s, b, i/t] -> y [s, b, o] or, under
     SP, [s/t, b, o].
 
-    bias: whether there is one; every rank holds all of it, and adds it after the sum. Raises
-    ValueError where in_features does not divide by the tensor-parallel size.
+    bias: add a bias; every rank holds all of it, and adds it after the sum. Raises ValueError if
+    in_features is not divisible by the tensor-parallel size.
     """
 
     cuts = {"x": "k", "w": "k", "dy": "sp", "wt": "rows"}
@@ -375,8 +375,8 @@ class RowParallelLinear(_ParallelLinear):
             self.bias = ctx.replicated_parameter((out_features,), Region.SEQUENCE_PARALLEL)
 
     def forward(self, x: Tensor, operands: Operands | None = None) -> Tensor:
-        """Multiply, then sum over the ranks, each keeping its part of s under SP. operands: where
-        those of x are, which is not read then.
+        """Multiply, then sum over the ranks, each keeping its part of s under SP. operands: those
+        of x, if SwiGLU wrote them; x itself is then not read.
         """
         y: Tensor = MatmulReduceScatter.apply(x, self.weight, self, operands)
         return y if self.bias is None else y + use(self.bias, self.ctx.sink)
@@ -421,7 +421,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         dy_operand = operand if x is None else recipe.for_wgrad(dy, operand)
         if x is not None and not queue.defers():
             arrived = gathering
-            if dy_operand is not operand:  # what wgrad takes arrives under dgrad
+            if dy_operand is not operand:  # wgrad's input is gathered during dgrad
                 arrived = method.start_all_gather_overlapped(dy_operand, layer.on_wgrad)
         if gathering is not None:
             dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
@@ -442,9 +442,9 @@ class MatmulReduceScatter(torch.autograd.Function):
 
 
 def use_overlap(model: nn.Module, overlap: OverlapMap) -> OverlapMethod | None:
-    """Give every parallel linear of a model the map's method, the same on all ranks.
+    """Set the overlap method of every parallel linear of a model, the same on all ranks.
 
-    Returns that one method, or None where the model has no such layer.
+    Returns that method, or None if the model has no such layer.
     """
     layers = [m for m in model.modules() if isinstance(m, _ParallelLinear)]
     method = overlap.method(layers[0].ctx.tp, layers[0].ctx.sp) if layers else None

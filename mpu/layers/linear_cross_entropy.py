@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output layer and the loss in one, in chunks of the vocabulary: the logits never exist at
-once.
+"""The output layer fused with the loss, in chunks of the vocabulary: the full logits never exist.
 
-A chunk is as many of the weight's rows W_c as give logits of CHUNK_BYTES for all tokens, so the
-memory in use does not grow with the vocabulary. x are the output layer's inputs, S the log of the
-sum of exp over the vocabulary.
+A chunk has as many of the weight's rows W_c as give logits of CHUNK_BYTES for all tokens, so the
+memory in use does not grow with the vocabulary. x is the input of the output layer, S the log of
+the sum of exp over the vocabulary.
 
-    forward   for each c:  logits = x W_c^T -> each token's maximum, sum and target's logit; forget
-              combine the chunks, then the ranks -> loss and S, one number a token
+    forward   for each c:  logits = x W_c^T -> each token's maximum, sum and target's logit; free
+              combine the chunks, then the ranks -> loss and S, one number per token
     backward  for each c:  logits = x W_c^T again -> their gradient G over them
                            dx += G W_c in fp32;  dW_c += G^T x
               dx is summed over the ranks
 
-Backward multiplies again, four products where there were three, since the loss's gradient, which
-masks and scales each token, comes only then. A product dW made before it would have to be kept per
-token. The chunks are of the vocabulary and not of tokens, since then each row of the weight and of
-its gradient, the largest tensors here, moves once a pass, and the sums of dx, which are small, move
-with every chunk.
+Backward recomputes the logits, so there are four products instead of three: the gradient of the
+loss, which masks and scales each token, is only known then, and a dW computed before would have to
+be kept per token. The chunks are of the vocabulary rather than of tokens, since then each row of
+the weight and of its gradient, the largest tensors here, is read and written once per pass; only
+the sums dx, which are small, are with every chunk.
 
 A deferred weight gradient (WeightGradientQueue) keeps the shard of x, S and the loss's gradient,
-gathers x again and multiplies once more: five products. x is gathered and dx scattered in one piece
-each, with no overlap method.
+gathers x again and recomputes the logits once more: five products. x is gathered and dx scattered
+in one piece each, without an overlap method.
 """
 
 from typing import Any
@@ -40,20 +39,20 @@ from mpu.layers.cross_entropy import (
 )
 from mpu.layers.linear import ColumnParallelLinear, Recipe
 
-CHUNK_BYTES = 1 << 28  # of a chunk's logits
+CHUNK_BYTES = 1 << 28  # size of a chunk's logits
 ALIGNED = 128  # rows of a chunk are a multiple of this
-# what a call of ColumnParallelLinear runs, and the loss in chunks does not
+# methods that a call of ColumnParallelLinear runs and the loss in chunks does not
 USED = ("__call__", "forward", "operand", "operand_of_weight", "end_use", "wgrad")
 
 
 def linear_cross_entropy(
     head: ColumnParallelLinear, x: Tensor, labels: Tensor, vocab_size: int
 ) -> Tensor:
-    """Return each token's loss [s, b], in the accumulation dtype, as of head(x).
+    """Return each token's loss [s, b], in the accumulation dtype, equal to that of head(x).
 
-    x: [s/t, b, h] under SP, else [s, b, h]; labels [s, b]. Raises ValueError where the output layer
-    computes anything else than x W^T (a forward or hooks of its own), which chunks would leave out,
-    or has a recipe of its own: chunks are plain tensors.
+    x: [s/t, b, h] under SP, else [s, b, h]; labels [s, b]. Raises ValueError if the output layer
+    computes anything but x W^T (it has its own forward or hooks), which would be skipped, or has
+    its own recipe: only plain tensors are multiplied in chunks.
     """
     if own := _own(head):
         raise ValueError(
@@ -69,7 +68,7 @@ def linear_cross_entropy(
 
 
 def _own(head: nn.Module) -> str:
-    """Return what an output layer has that the loss in chunks would leave out, or ""."""
+    """Describe the part of an output layer that the loss in chunks would skip; "": none."""
     kind = type(head).__name__
     if not isinstance(head, ColumnParallelLinear):
         return f"the output layer is a {kind}, which has a matmul"
@@ -130,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wgrad_now = trains and not deferred
             _add_gradients(head, rows, saved[1:], dloss, size, dx, wgrad=wgrad_now)
         if deferred and trains:
-            # detached, else the graph lives on with x
+            # detached, as x itself would keep the graph alive
             saved = saved[0].detach(), saved[1].detach(), saved[2].detach()
 
             def wgrad() -> None:
@@ -183,7 +182,7 @@ def _gather(x: Tensor, head: ColumnParallelLinear, label: Label) -> Tensor:
 def _chunks(
     rows: Tensor, weight: Tensor, head: ColumnParallelLinear, vocab_size: int
 ) -> list[tuple[slice, Columns]]:
-    """Return the weight's rows of each chunk, and which columns of the vocabulary they are."""
+    """Return the weight's rows of each chunk, and the columns of the vocabulary that they are."""
     width, first = len(weight), head.ctx.tp.rank * len(weight)
     step = max(CHUNK_BYTES // (len(rows) * rows.element_size()) // ALIGNED, 1) * ALIGNED
     starts = range(0, width, step)

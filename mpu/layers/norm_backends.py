@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm by the kernels of NVIDIA apex or Transformer Engine, where --norm-backend names one.
+"""RMSNorm by the kernels of NVIDIA apex or Transformer Engine, if --norm-backend names one.
 
 Both packages wrap two functions of a CUDA extension, forward and backward, in autograd functions
 and modules of their own. Weights here belong to a sink, which gathers them at ZeRO stage 3 and adds
-their gradients in fp32, so the two functions are called as the packages call them:
+their gradients in fp32, so the two functions are called directly, as the packages call them:
 
     apex: fused_layer_norm_cuda     rms_forward_affine(x, shape, w, eps) -> y, r
                                     rms_backward_affine(dy, r, x, shape, w, eps, False) -> dx, dw
     te: transformer_engine_torch    rmsnorm_fwd(x, w, eps, None, None, dtype, 0, False) -> y, _, r
                                     rmsnorm_bwd(dy, x, r, w, 0, False) -> dx, dw
 
-x [n, h], r [n], dw in the dtype of w. Residual adds around them are torch's, passes of their own.
+x [n, h], r [n], dw in the dtype of w. Residual adds are separate torch operations.
 """
 
 import importlib
@@ -26,9 +26,9 @@ from mpu.layers import fused_gpu
 
 
 def norm_backend(name: str) -> Any:
-    """Return what has `norm_forward` and `norm_backward`, as mpu/layers/fused_gpu.py has.
+    """Return an object with the `norm_forward` and `norm_backward` of mpu/layers/fused_gpu.py.
 
-    name: "weft", "apex" or "te". Ask mpu/accelerators.py first.
+    name: "weft", "apex" or "te"; check with mpu/accelerators.py first that it is available.
     """
     if name == "weft":
         return fused_gpu

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the documents of a micro-batch begin and end: Megatron's PackedSeqParams, at cp 1.
+"""The document boundaries of a micro-batch, like Megatron's PackedSeqParams at cp 1.
 
-Several documents lie in one row of tokens, and a token attends to its own document only. No mask
-says so: attention is given the lengths of the documents.
+Several documents share one row of tokens, and a token attends only within its own document.
+Attention takes the lengths of the documents instead of a mask.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedSeqParams:
-    """The documents of a micro-batch [b, s], row after row, in order; a row's end ends a document.
+    """The documents of a micro-batch [b, s], row after row; no document crosses the end of a row.
 
     lengths: tokens of each document; their sum is b s. cu_seqlens: int32 [documents + 1], the
-    first token of each document and b s at the end, on the device. max_seqlen: of the longest
-    document. What is on the host was made there: nothing is read back from a device.
+    first token of each document and b s at the end, on the device. max_seqlen: the length of the
+    longest document. The host values are computed on the host, so nothing waits for the device.
     """
 
     lengths: tuple[int, ...]
@@ -30,7 +30,7 @@ class PackedSeqParams:
     def of(cls, lengths: Sequence[int]) -> "PackedSeqParams":
         """Return the documents of these lengths, on the CPU.
 
-        Raises ValueError where a document has no tokens.
+        Raises ValueError if a document has no tokens.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"the lengths of documents are {lengths}: each must be at least 1")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make queries, keys and values where there are fewer key/value heads than tensor-parallel ranks.
+"""Queries, keys and values, also with fewer key/value heads than tensor-parallel ranks.
 
 A rank has a/t query heads, and all of them attend with one key/value head if t is a multiple of g.
-So t/g ranks in a row, the axis tp_kv, need the same head. Its weight is cut over them like every
-other, so that each weight has one owner and one gradient. What is replicated is the head:
+So t/g adjacent ranks, the axis tp_kv, need the same head. Its weight is cut over them like every
+other, so that each weight has one owner and one gradient. Only the head's output is replicated:
 
     qkv          [s, b, (a + 2g) d/t]     d g/t columns of a key head and of a value head
     forward      gathered over tp_kv      the whole key head and the whole value head
     backward     summed and scattered     each rank of tp_kv has the gradient of its own queries
 
-A rank sends 2 s b d (1 - g/t) numbers a layer each way, and no key or value is computed twice.
-(Megatron-LM gathers too, but over all of tp and with the queries, and keeps its part.)
+A rank sends 2 s b d (1 - g/t) elements per layer each way, and no key or value is computed twice.
+(Megatron-LM gathers too, but over all of tp and including the queries, then selects its part.)
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from mpu.param import placement_of
 
 
 def local_heads(heads: int, groups: int, head_size: int, ctx: LayerContext) -> tuple[int, int]:
-    """Return the query heads and the key/value heads that a rank attends with.
+    """Return the numbers of query heads and of key/value heads that a rank attends with.
 
-    Raises ValueError where they do not divide over the tensor-parallel ranks.
+    Raises ValueError if they do not divide over the tensor-parallel ranks.
     """
     t, shared = ctx.tp.size, ctx.grid.tp_kv.size
     if heads % t or (groups % t and t % groups):
@@ -54,9 +54,10 @@ def local_heads(heads: int, groups: int, head_size: int, ctx: LayerContext) -> t
 def qkv_linear(
     hidden: int, sections: Sequence[int], *, ctx: LayerContext, bias: bool = False
 ) -> ColumnParallelLinear:
-    """Return the layer that makes q, k and v, of the full sizes `sections`, head by head.
+    """Return the layer that computes q, k and v, with the full sizes `sections`, head by head.
 
-    x [s/t, b, h] (SP) or [s, b, h] -> [s, b, (heads + 2 groups) d], those of `local_heads`.
+    x [s/t, b, h] (SP) or [s, b, h] -> [s, b, (heads + 2 groups) d], with the numbers of
+    `local_heads`.
     """
     kind = ColumnParallelLinear if ctx.grid.tp_kv.size == 1 else SharedHeadsLinear
     layer = kind(hidden, sections, ctx=ctx, bias=bias)
@@ -67,20 +68,20 @@ def qkv_linear(
 
 
 class SharedHeadsLinear(ColumnParallelLinear):
-    """A column-parallel q, k and v, whose key/value head the ranks of tp_kv share."""
+    """A column-parallel linear for q, k and v whose key/value head is shared by ranks of tp_kv."""
 
     def output_sections(self) -> list[tuple[int, int]]:
-        """Return the features of q, k and v: (of all ranks, of this one). Ranks share k and v."""
+        """Return, for each of q, k and v, (features of all ranks, features of this one)."""
         shared = self.ctx.grid.tp_kv.size
         q, k, v = super().output_sections()
         return [q, (k[0], k[1] * shared), (v[0], v[1] * shared)]
 
     def forward(self, x: Tensor, operands: Operands | None = None) -> Tensor:
-        """Multiply, then gather the head of k and that of v over tp_kv."""
+        """Multiply, then gather the heads of k and v over tp_kv."""
         return self.whole_heads(super().forward(x, operands))
 
     def whole_heads(self, y: Tensor) -> Tensor:
-        """Gather the head of k and that of v: [s, b, (a + 2g) d/t] -> [s, b, (a/t + 2) d]."""
+        """Gather the heads of k and v: [s, b, (a + 2g) d/t] -> [s, b, (a/t + 2) d]."""
         axis, t = self.ctx.grid.tp_kv, self.ctx.tp.size
         k, v = (size // t for size in placement_of(self.weight).sections[-2:])
         q, kv = y.split([y.shape[-1] - k - v, k + v], dim=-1)
@@ -91,8 +92,8 @@ class SharedHeadsLinear(ColumnParallelLinear):
 
 
 def add_bias(layer: ColumnParallelLinear, y: Tensor, bias: Tensor) -> Tensor:
-    """Add a bias to what `qkv_linear` returned. It is cut as the rows of the layer's weight are;
-    where ranks share a head, its parts of k and v are gathered like theirs.
+    """Add a bias to the output y of a `qkv_linear`. The bias is cut like the rows of the layer's
+    weight; if ranks share a head, its parts for k and v are gathered as well.
     """
     if isinstance(layer, SharedHeadsLinear):
         bias = layer.whole_heads(bias[None, None])[0, 0]

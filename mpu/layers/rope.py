@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The angles of rotary positions (Su et al. 2021), stretched by Llama 3.1's rule, by YaRN, or all
-alike, which is linear interpolation of the positions (Chen et al. 2023).
+"""The angles of rotary positions (Su et al. 2021), optionally stretched by Llama 3.1's rule, by
+YaRN, or uniformly, which is linear interpolation of the positions (Chen et al. 2023).
 
 Pairs are elements i and i + d/2, as in Hugging Face's Llama, so weights need no permutation.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LINEAR = 1  # as original_length in rope_frequencies: every wavelength, at least 2 pi, is above it
+LINEAR = 1  # an original_length for rope_frequencies below every wavelength, which is >= 2 pi
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Yarn:
     """YaRN (Peng et al. 2023, section 3): `factor` times as many positions as original_length.
 
     A frequency that turns more than beta_fast times within original_length is kept, one that turns
-    less than beta_slow times is divided by the factor, those between are blended linearly in their
-    index. truncate: the ends of that range are rounded to whole indices. attention_factor: what cos
-    and sin are multiplied by, sqrt(1/t) of the paper; 0 is its 0.1 ln(factor) + 1.
+    less than beta_slow times is divided by the factor, and those between are blended linearly in
+    their index. truncate: round the ends of that range to integers. attention_factor: the factor of
+    cos and sin, sqrt(1/t) in the paper; 0: the paper's 0.1 ln(factor) + 1.
     """
 
     factor: float
@@ -37,7 +37,7 @@ class Yarn:
 
     @staticmethod
     def suggested(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
-        """Return DeepSeek's ratio of 0.1 mscale ln(factor) + 1, of which the paper's is a case."""
+        """Return the attention factor by DeepSeek's formula; by default it equals the paper's."""
         log = 0.1 * math.log(max(factor, 1.0))
         return (mscale * log + 1.0) / (mscale_all_dim * log + 1.0)
 
@@ -45,7 +45,7 @@ class Yarn:
         """Return the d/2 angular frequencies, in fp64."""
         inverse = rope_frequencies(head_size, base)
 
-        def index(turns: float) -> float:  # of the frequency that turns so often
+        def index(turns: float) -> float:  # of the frequency with that number of turns
             length = self.original_length / (2 * math.pi * turns)
             return head_size * math.log(length) / (2 * math.log(base))
 
@@ -64,8 +64,9 @@ def rope_frequencies(
     """Return the d/2 angular frequencies base^(-2i/d), in fp64.
 
     scaling_factor > 0 applies Llama 3.1's rule: wavelengths above original_length are stretched by
-    the factor, those under a quarter of it kept, those between blended linearly in 1/wavelength.
-    With original_length LINEAR all are stretched: positions are divided by the factor.
+    the factor, those below a quarter of it are kept, and those between are blended linearly in
+    1/wavelength. With original_length LINEAR all are stretched: positions are divided by the
+    factor.
     """
     inverse = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     if not scaling_factor:
@@ -83,9 +84,11 @@ def rope_table(
     device: torch.device,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return factor x cos and sin [length, 1, 1, d/2] of position x frequency, from fp64."""
+    """Return factor x cos and factor x sin [length, 1, 1, d/2] of position x frequency; the angles
+    are computed in fp64.
+    """
     at = torch.arange(length, dtype=torch.float64)
-    if device.type == "meta":  # a plan's: shapes alone
+    if device.type == "meta":  # for a plan: shapes only
         at, frequencies = at.to(device), frequencies.to(device)
     angle = torch.outer(at, frequencies)[:, None, None]
     return (factor * angle.cos()).to(device, dtype), (factor * angle.sin()).to(device, dtype)

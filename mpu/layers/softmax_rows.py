@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax of a loss where csrc/fused.cpp does not do it: the same function by other means.
+"""The softmax of the loss by Triton or torch, if csrc/fused.cpp does not support the tensors.
 
-On CUDA mpu/kernels/cross_entropy.py reads the logits once forward, and once backward, where it
-writes their gradient over them. Where triton is not installed, and for fp64, torch does it in
-several passes, some rows at a time.
+On CUDA mpu/kernels/cross_entropy.py reads the logits once in forward and once in backward, where
+it overwrites them with their gradient. If Triton is not installed, and for fp64, torch computes it
+in several passes, some rows at a time.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from mpu.layers.fused_gpu import on_triton
 
-ROWS = 64  # rows at a time on a CPU: they stay in the cache through every pass over them
-PASS_BYTES = 1 << 28  # rows at a time on CUDA, when they are widened: few launches, little memory
+ROWS = 64  # rows at a time on a CPU: they stay in the cache for all passes
+PASS_BYTES = 1 << 28  # bytes at a time, in fp32, on CUDA: few launches, little memory
 
 
 def stats(rows: Tensor, targets: Tensor, first: int, vocab_size: int, out: Tensor) -> None:
-    """Do softmax_stats of mpu/layers/cross_entropy.py."""
+    """Compute softmax_stats of mpu/layers/cross_entropy.py."""
     real = _real(rows, first, vocab_size)
     if _by_kernels(rows, out.dtype):
         from mpu.kernels import cross_entropy as kernels
@@ -40,7 +40,7 @@ def stats(rows: Tensor, targets: Tensor, first: int, vocab_size: int, out: Tenso
 def gradient(
     rows: Tensor, targets: Tensor, first: int, vocab_size: int, log_sum: Tensor, dloss: Tensor
 ) -> None:
-    """Do softmax_gradient of mpu/layers/cross_entropy.py; dloss: [n], in log_sum's dtype."""
+    """Compute softmax_gradient of mpu/layers/cross_entropy.py; dloss: [n], in log_sum's dtype."""
     real = _real(rows, first, vocab_size)
     if _by_kernels(rows, log_sum.dtype):
         from mpu.kernels import cross_entropy as kernels
@@ -60,17 +60,17 @@ def gradient(
 
 
 def _by_kernels(rows: Tensor, accumulate: torch.dtype) -> bool:
-    """Return whether Triton's kernels take these logits: they compute in fp32."""
+    """Return whether Triton's kernels support these logits: they compute in fp32."""
     return rows.dtype != torch.float64 and on_triton(rows, accumulate=accumulate)
 
 
 def _real(rows: Tensor, first: int, vocab_size: int) -> int:
-    """Return how many columns are not padding."""
+    """Return the number of columns that are not padding."""
     return min(max(vocab_size - first, 0), rows.shape[1])
 
 
 def _places(targets: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Return whether each target is in these columns, and its column, 0 where it is not."""
+    """Return whether each target is in these columns, and its column, or 0 if it is not."""
     column = targets - first
     here = (column >= 0) & (column < real)
     return here, column.masked_fill(~here, 0)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer over ZeRO's buckets.
 
-interface   UpdateRule and Updater: what an optimizer declares, and how it updates
+interface   UpdateRule and Updater: the properties of an optimizer, and its update
 optimizer   Optimizer: clip, update, gather; masters and state by parameter name
 adam        AdamW
-muon        Muon, which takes full matrices; newton_schulz: its iteration
-matrix_exchange   full matrices for a rule, and their updates back, over the ranks that share them
-owners      which rank owns which matrix, and what is sent for it
-adam_backends   AdamW's other kernels: Triton, apex, Transformer Engine
+muon        Muon, which needs full matrices; newton_schulz: its iteration
+matrix_exchange   assembles full matrices from the ranks' slices, and sends their updates back
+owners      which rank owns which matrix, and the messages for it
+adam_backends   AdamW's other kernels: apex and Transformer Engine
 offload     masters and state in host memory, updated there
-state_offload  in host memory between steps, updated on the device
+state_offload  masters and state in host memory between steps, updated on the device
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW: what it declares, and torch's own fused kernel on flat pieces of weights.
+"""AdamW: its UpdateRule, and torch's own fused kernel on flat segments of weights.
 
 mpu/optim/adam_backends.py has the other kernels. Every backend reads the factor of the gradients
-and the decision to skip on the device, so a step never waits for it.
+and the decision to skip on the device, so a step never waits for the device.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule, divided
 
 @dataclass(frozen=True)
 class AdamW(UpdateRule):
-    """AdamW (Loshchilov and Hutter 2019). backend: torch, apex or te: whose kernel.
+    """AdamW (Loshchilov and Hutter 2019). backend: the kernel's source: torch, apex or te.
 
-    Ask mpu/accelerators.py before `updater`, which raises ValueError where the masters' dtype is
-    not what the backend updates.
+    Check with mpu/accelerators.py that it is available. `updater` raises ValueError if the backend
+    does not support the masters' dtype.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -40,9 +40,10 @@ class AdamW(UpdateRule):
 
 
 class TorchAdam(Updater):
-    """torch's fused kernel, called as torch.optim.AdamW calls it, whose bits these are.
+    """torch's fused kernel, called as torch.optim.AdamW calls it, with the same bits.
 
-    The class itself imports torch's compiler when it is made: twice the modules of a start.
+    torch.optim.AdamW itself is not used: making one imports torch's compiler, which doubles the
+    number of modules imported at startup.
     """
 
     def __init__(self, rule: AdamW, parts: Parts) -> None:
@@ -55,7 +56,7 @@ class TorchAdam(Updater):
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
         grad_scale = None
         if self._segments[0].dtype == torch.float64:  # the kernel takes its scale in fp32 only
-            # a factor that is NaN would stay in what lies between the parameters of a bucket
+            # a NaN factor would remain in the padding between the parameters of a bucket
             factor = torch.where(found_inf > 0, 0.0, factor)
             for segment in self._segments:
                 assert segment.grad is not None

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW's kernels that `--optimizer-backend` names besides torch's own (mpu/optim/adam.py).
+"""AdamW's kernels for `--optimizer-backend`, besides torch's own (mpu/optim/adam.py).
 
-They are apex's and Transformer Engine's FusedAdam, where these are installed
-(mpu/accelerators.py).
+They are FusedAdam of apex and of Transformer Engine, if installed (mpu/accelerators.py).
 """
 
 import importlib
@@ -36,9 +35,9 @@ class Fused(Updater):
     """FusedAdam of apex or Transformer Engine, which share their interface, in capturable mode.
 
     In that mode a group's "lr" and "step" are tensors on the device. The kernel multiplies the
-    gradients by one over the scaler's scale, and returns at once where found_inf is 1. But it
-    counts a skipped step late: the first group's "step" follows found_inf of the step before. So
-    the count is stored here and passed at every step.
+    gradients by one over the scaler's scale, and returns at once if found_inf is 1. But it accounts
+    for a skipped step one step late: the first group's "step" depends on the previous step's
+    found_inf. So the count is stored here and passed at every step.
     """
 
     def __init__(self, backend: str, parts: Parts, betas: tuple[float, float], eps: float) -> None:
@@ -59,7 +58,7 @@ class Fused(Updater):
         for ours, theirs in zip(self.groups, self._adam.param_groups, strict=True):
             theirs["lr"].fill_(ours["lr"])
             theirs["step"] = self._steps.clone()
-        self._adam._dummy_overflow_buf.zero_()  # the last step's found_inf: count this step anyway
+        self._adam._dummy_overflow_buf.zero_()  # discard the last step's found_inf
         self._adam.step(grad_scaler=_Scaler(1.0 / factor, found_inf))
         self._steps += (found_inf != 1).to(torch.int)
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer declares of itself, and how it updates a rank's parts of the weights.
+"""The interface of an optimizer: its declared properties, and the update of a rank's parts.
 
     UpdateRule   its name, its kinds of state, whether it needs full matrices, its constants
     Parts        a rank's parts of the weights: segments of flat buckets, slices of matrices
-    Updater      the rule at work on these parts: their state, and the update
-    Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
-    StateHome    where masters and state are, and who makes the update
+    Updater      applies the rule to these parts, and holds their state
+    Group        the settings of a group of parameters: the rule, weight decay, learning rate
+    StateHome    where masters and state are stored, and which device updates them
 
-Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
-optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"). mpu/optim/adam.py
-is the first one.
+Masters, offload, checkpoints, replica checks, memory and traffic depend only on the UpdateRule, so
+another optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"), such as
+that of mpu/optim/adam.py.
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +25,9 @@ from mpu.optim.owners import Plan, Split
 
 
 class StateKind(NamedTuple):
-    """One kind of state: a number for each number of a parameter, sharded as the parameter is.
+    """One kind of state: an element for each element of a parameter, sharded like the parameter.
 
-    name: in a checkpoint it follows the parameter's (`model.norm.weight.exp_avg`), so it has no
+    name: a checkpoint appends it to the parameter's (`model.norm.weight.exp_avg`), so it has no
     dot. dtype: None is the dtype of sums and masters: fp32, or fp64 under --fp64.
     """
 
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
     """A parameter, for a rule of full matrices. Every rank that shares its bucket lists it.
 
     group: as in Parts.groups. segment: this rank's slice of the masters, which begins at element
-    `low` of the flattened parameter, or None where the slice is empty.
+    `low` of the flattened parameter; None if the slice is empty.
     """
 
     name: str
@@ -51,21 +51,21 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Parts:
-    """What an updater works on: a rank's parts of the weights.
+    """The input of an updater: a rank's parts of the weights.
 
-    A segment is a flat leaf tensor with `.grad`, a view of the masters: neighbours of one group or,
-    for an optimizer of full matrices, the slice of one parameter.
+    A segment is a flat leaf tensor with `.grad`, a view of the masters: adjacent parameters of one
+    group or, for an optimizer of full matrices, the slice of one parameter.
     """
 
     # dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the decoupled
     # learning rate applies
     groups: list[dict[str, Any]]
     master: torch.dtype = torch.float32  # dtype of the masters
-    # of full matrices: the parameters that are updated at once, in the same order on every rank
+    # for full matrices: the parameters that are updated together, in the same order on every rank
     # that shares them
     matrices: Sequence[Matrix] = ()
-    plan: Plan | None = None  # of full matrices: the owners of all of them
-    # of full matrices: the ranks that may own one (Grid.instance), by the axis that cuts it
+    plan: Plan | None = None  # for full matrices: the owners of all of them
+    # for full matrices: the ranks that may own one (Grid.instance), by the axis that cuts it
     instances: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the masters; a rank may have no slice of any matrix."""
+        """Return the device of the masters, also for a rank that has no slice of any matrix."""
         return (*self.segments, *(matrix.param for matrix in self.matrices))[0].device
 
 
@@ -88,27 +88,30 @@ class Updater(ABC):
     groups: list[dict[str, Any]]
 
     def start(self, factor: Tensor, found_inf: Tensor) -> None:  # noqa: B027
-        """Begin what may run under the steps of other rules; `step` follows, with the same."""
+        """Start work that may overlap the steps of other rules; `step` follows, with the same
+        arguments.
+        """
 
     @abstractmethod
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
-        """Update with gradients times `factor`; where found_inf is 1, change nothing at all.
+        """Update with gradients times `factor`; if found_inf is 1, change neither weights nor
+        state.
 
         Both are scalars on the segments' device, found_inf in fp32: the host does not wait for
-        them. The gradients are used up: they may be left multiplied or not.
+        them. The gradients are undefined afterwards: they may be scaled in place.
         """
 
     @abstractmethod
     def state(self, segment: Tensor) -> dict[str, Tensor]:
-        """Return a segment's state by the names of the rule's kinds, zeros before the first step.
+        """Return a segment's state by the names of the rule's kinds; zeros before the first step.
 
-        The tensors are not copies: a load writes into them.
+        The tensors are not copies: loading a checkpoint writes into them.
         """
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Return the number of updates made, without skipped ones. Waits for the device."""
+        """Return the number of updates, excluding skipped ones. Waits for the device."""
 
     @abstractmethod
     def set_steps(self, steps: int) -> None:
@@ -117,12 +120,12 @@ class Updater(ABC):
 
 @dataclass(frozen=True)
 class UpdateRule(ABC):
-    """What an optimizer declares. A rule's own constants are the fields of its dataclass.
+    """The declaration of an optimizer. Its own constants are the fields of the dataclass.
 
-    name: in reports. kinds: its state besides the master, which every narrower weight has.
-    needs_full_matrices: it updates matrices, which it gets assembled
-    (mpu/optim/matrix_exchange.py); vectors and embeddings go to AdamW in the same step. split: of
-    such a rule, which sections are matrices.
+    name: for reports. kinds: its state, besides the master that every narrower weight has.
+    needs_full_matrices: it updates whole matrices, which are assembled for it
+    (mpu/optim/matrix_exchange.py); vectors and embeddings go to AdamW in the same step. split: for
+    such a rule, which sections are matrices of their own.
     """
 
     name: ClassVar[str]
@@ -132,21 +135,21 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def updater(self, parts: Parts) -> Updater:
-        """Return the rule at work on a rank's parts."""
+        """Return an Updater that applies the rule to a rank's parts."""
 
     def wire(self, master: torch.dtype) -> torch.dtype:
-        """Return the dtype in which matrices travel to their owners, and updates back."""
+        """Return the dtype in which matrices are sent to their owners, and updates back."""
         return master
 
     def state_bytes(self, master: torch.dtype) -> int:
-        """Return the bytes of state for one number of a parameter; master: the masters' dtype."""
+        """Return the bytes of state per element of a parameter; master: the masters' dtype."""
         return sum((kind.dtype or master).itemsize for kind in self.kinds)
 
 
 class SegmentUpdater(Updater):
-    """Keeps the state that the rule declares, and updates one segment after the other.
+    """Holds the state that the rule declares, and updates one segment after another.
 
-    A new rule needs `update` alone. It may use memory for a few tensors of a segment's size.
+    A new rule only implements `update`, which may allocate a few tensors of a segment's size.
     """
 
     def __init__(self, rule: UpdateRule, parts: Parts) -> None:
@@ -164,7 +167,7 @@ class SegmentUpdater(Updater):
     def update(
         self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a segment's new values and its new state, and change nothing in place.
+        """Return a segment's new values and its new state; change nothing in place.
 
         group: as in Parts, with "lr".
         """
@@ -205,11 +208,10 @@ class SegmentUpdater(Updater):
 
 @dataclass(frozen=True)
 class Group:
-    """What the flags say of a group of parameters, by the name that the model gives it.
+    """The settings of a group of parameters, from the flags.
 
-    decoupled: its learning rate is the decoupled one, where a run has one. divisor: what its
-    learning rate is divided by, and AdamW's eps (mpu/mup.py). lr_mult: what its learning rate alone
-    is multiplied by.
+    decoupled: it uses the decoupled learning rate, if a run has one. divisor: divides its learning
+    rate and AdamW's eps (mpu/mup.py). lr_mult: multiplies its learning rate only.
     """
 
     rule: UpdateRule
@@ -220,10 +222,10 @@ class Group:
 
 
 class StateHome:
-    """Where masters and state are, and who makes the update: here both are the device's.
+    """Where masters and state are stored, and what updates them: here the device for both.
 
-    Offload (mpu/optim/offload.py) has them in host memory, and the host makes the update.
-    StateOffload (mpu/optim/state_offload.py) has them there between steps.
+    Offload (mpu/optim/offload.py) keeps them in host memory and updates them on the host.
+    StateOffload (mpu/optim/state_offload.py) keeps them in host memory between steps.
 
     gradients, weights: the owned part of each bucket on the device, the same tensors at every step.
     dtype: of masters. The updaters work on the attributes `gradients` and `masters`.
@@ -236,14 +238,14 @@ class StateHome:
         self.masters = [w if w.dtype == dtype else w.to(dtype) for w in weights]
 
     def together(self) -> list[list[int]]:
-        """Return which buckets are updated together: all of them."""
+        """Return the groups of buckets that are updated together: here one group of all."""
         return [[*range(len(self.gradients))]]
 
     def update(
         self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
     ) -> None:
-        """Step updaters[i] on the i-th buckets of `together`. factor, found_inf: as Updater.step
-        takes them, on the device.
+        """Step updaters[i] on the i-th group of `together`. factor, found_inf: those of
+        Updater.step, on the device.
         """
         for here in updaters:
             for updater in here:
@@ -252,23 +254,23 @@ class StateHome:
                 updater.step(factor, found_inf)
 
     def round(self, changed: Sequence[int]) -> None:
-        """Let the weights be the masters, rounded, after `update`. changed: the buckets of which
-        rows of masters were multiplied since.
+        """Round the masters into the weights, after `update`. changed: the buckets in which rows of
+        masters were multiplied since.
         """
         self.weights_from_masters()
 
     def leave(self) -> None:
-        """Note that masters and state are not needed until the next update."""
+        """Release masters and state, which are not needed until the next update."""
 
     def rest(self) -> None:
-        """Let masters and state be where `at_rest` reads and writes them."""
+        """Move masters and state to where `at_rest` reads and writes them."""
 
     def at_rest(self, x: Tensor) -> Tensor:
-        """Return a master's or a state's values where they are between steps, as a view."""
+        """Return the storage of a master or a state between steps, as a view."""
         return x
 
     def masters_to_read(self) -> list[Tensor]:
-        """Return the masters of each bucket, where their values are now."""
+        """Return the masters of each bucket, wherever their current values are."""
         return self.masters
 
     def weights_from_masters(self) -> None:
@@ -278,29 +280,29 @@ class StateHome:
                 weight.copy_(master)
 
     def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, after the weights alone were loaded."""
+        """Widen the weights into the masters, after only the weights were loaded."""
         self.rest()
         for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
             if master is not weight:
                 master.copy_(weight)
 
     def loaded(self) -> None:
-        """Go on from a checkpoint that was loaded, masters too where weights are narrower."""
+        """Resume from a loaded checkpoint, which has masters if the weights are narrower."""
 
 
 def divided(rate: float, group: Mapping[str, Any]) -> float:
-    """Return a learning rate or eps of a group of Parts, which it may divide."""
+    """Return a learning rate or eps, divided by the divisor of a group of Parts, if any."""
     return rate / float(group.get("divisor", 1.0))
 
 
 def rate_of(group: Mapping[str, Any], lr: float, decoupled_lr: float | None = None) -> float:
-    """Return the learning rate of a group of Parts. decoupled_lr: None where a run has none."""
+    """Return the learning rate of a group of Parts. decoupled_lr: None if a run has none."""
     rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
     return divided(rate, group) * float(group.get("lr_mult", 1.0))
 
 
 def state_bytes(groups: Mapping[str, Group], master: torch.dtype) -> dict[str, int]:
-    """Return the bytes of state for one number of a parameter, by group."""
+    """Return the bytes of state per element of a parameter, by group."""
     return {name: group.rule.state_bytes(master) for name, group in groups.items()}
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update full matrices, though each rank has a slice: to the owner, assembled there, and back.
+"""Update full matrices of which each rank has a slice: send slices to an owner, and updates back.
 
-    start   prepare(slice)   every rank, its slices: state, and what travels to the owner
-            all_to_all       slices to the owners, a bucket at a time, a bucket ahead
-    step    full_update()    the owner alone: each matrix once in an instance of the optimizer
-            all_to_all       the update's slices back, a bucket at a time
+    start   prepare(slice)   every rank, its slices: new state, and the message to the owner
+            all_to_all       slices to the owners, one bucket at a time, one bucket ahead
+    step    full_update()    the owner only: each matrix once per instance of the optimizer
+            all_to_all       the update's slices back, one bucket at a time
             apply(slice)     every rank, its slices
 
-Between `start` and `step` other rules update, so the first exchange runs under AdamW's part. The
-exchange of a bucket runs under the matrices of the one before it. Updates are applied when all
-matrices are done: a rank without work in one bucket does not wait for those with more.
-mpu/optim/owners.py says who owns what, and what is sent.
+Between `start` and `step` other rules update, so the first exchange overlaps AdamW's update. The
+exchange of each later bucket overlaps the full_update of the previous one. Updates are applied once
+all matrices are done: a rank without work in one bucket does not wait for those with more.
+mpu/optim/owners.py computes the owners and the messages.
 """
 
 from abc import abstractmethod
@@ -28,9 +28,9 @@ from mpu.optim.owners import FullMatrix, Plan, Round, part_at
 
 
 class MatrixUpdater(SegmentUpdater):
-    """Keeps the state of its slices, and assembles matrices. A rule writes three methods.
+    """Holds the state of a rank's slices, and assembles matrices. A rule implements three methods.
 
-    Raises ValueError where ranks of an instance do not agree on the plan.
+    Raises ValueError if the ranks of an instance do not agree on the plan.
     """
 
     def __init__(self, rule: UpdateRule, parts: Parts) -> None:
@@ -63,10 +63,10 @@ class MatrixUpdater(SegmentUpdater):
                 )
 
     def _check_plan(self, mine: Mapping[str, Matrix]) -> None:
-        """Raise RuntimeError unless the rounds have each matrix of these parameters once.
+        """Raise RuntimeError unless the rounds contain each matrix of these parameters once.
 
-        Ranks agree on the plan, and a step compares what a rank assembles with what it owns: so all
-        ranks together assemble each matrix once.
+        All ranks agree on the plan, and a step checks that a rank updates as many matrices as it
+        owns: so all ranks together update each matrix once.
         """
         expected = {i for i, m in enumerate(self.plan.matrices) if m.parameter in mine}
         found = [number for round_ in self.exchanges for number in round_.round.matrices]
@@ -81,17 +81,17 @@ class MatrixUpdater(SegmentUpdater):
     def prepare(
         self, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a slice's part of the message, and its new state; change nothing in place."""
+        """Return a slice's part of the message and its new state; change nothing in place."""
 
     @abstractmethod
     def full_update(self, matrix: Tensor, which: FullMatrix) -> Tensor:
-        """Return the update of a full matrix, of its shape and dtype; `matrix` may be used up."""
+        """Return the update of a full matrix, in its shape and dtype; may overwrite `matrix`."""
 
     @abstractmethod
     def apply(
         self, weight: Tensor, update: Tensor, which: FullMatrix, group: Mapping[str, Any]
     ) -> Tensor:
-        """Return new values of a slice of a matrix, from its part of the update."""
+        """Return the new values of a slice of a matrix, given its part of the update."""
 
     @torch.no_grad()
     def start(self, factor: Tensor, found_inf: Tensor) -> None:
@@ -139,7 +139,7 @@ class MatrixUpdater(SegmentUpdater):
             for name, values in state.items():
                 _put(new[name], values, found_inf)
         parts = [travels[p.matrix.name][p.low : p.high] for p in round_.pieces if p.sends]
-        # state may lie in host memory, and the wire not
+        # state may be in host memory, but messages are sent from the device
         home = next((part.device for part in parts), round_.device)
         wire = torch.empty(sum(round_.there.input), dtype=self._wire, device=home)
         at = 0
@@ -150,7 +150,7 @@ class MatrixUpdater(SegmentUpdater):
 
 
 def _put(new: Tensor, into: Tensor, found_inf: Tensor) -> None:
-    """Write new values, unless found_inf is 1, for which the host does not wait."""
+    """Write new values, unless found_inf is 1; the host does not wait for it."""
     torch.where(found_inf == 1, into, new, out=into)
 
 
@@ -165,7 +165,7 @@ class _Piece:
 
 
 class _RankRound:
-    """One round of a plan, as this rank takes part: what it sends, assembles and gets back."""
+    """This rank's part in one round of a plan: the pieces that it sends, assembles and receives."""
 
     def __init__(self, plan: Plan, round_: Round, axis: Axis, mine: Mapping[str, Matrix]) -> None:
         self.plan, self.round, self.axis = plan, round_, axis
@@ -176,7 +176,7 @@ class _RankRound:
         me, members = axis.rank, plan.members[round_.cut]
         self.there: Splits = plan.splits(round_, me)
         self.back: Splits = plan.back(round_, me)
-        self.pieces: list[_Piece] = []  # in the order in which they travel: by owner
+        self.pieces: list[_Piece] = []  # in the order of the messages: by owner
         for number in sorted(round_.matrices, key=lambda n: (plan.owners[n], n)):
             which = plan.matrices[number]
             low, high = plan.range_of(which, members[me])
@@ -198,7 +198,7 @@ class _RankRound:
         )
 
     def matrices(self, arrived: Tensor) -> Iterator[tuple[int, FullMatrix, Tensor]]:
-        """Yield (number, matrix, its values) of each one that this rank owns."""
+        """Yield (number, matrix, values) of each matrix that this rank owns."""
         where: dict[int, list[tuple[int, int, int, int]]] = {n: [] for n in self.owned}
         at = 0
         for _, number, place, low, high in self._from:
@@ -216,7 +216,7 @@ class _RankRound:
             yield number, which, _assembled(which, flats, arrived)
 
     def updates(self, made: Mapping[int, Tensor], like: Tensor) -> Tensor:
-        """Return the updates of this rank's matrices as they travel back: by receiver."""
+        """Return the updates of this rank's matrices in the order of the messages: by receiver."""
         out = like.new_empty(sum(self.back.input))
         flats: dict[tuple[int, int], Tensor] = {}
         at = 0
@@ -235,7 +235,7 @@ class _RankRound:
         return out
 
     def pieces_back(self) -> Iterator[tuple[_Piece, tuple[int, int]]]:
-        """Yield each piece, and where its update is in what came back."""
+        """Yield each piece, and the range of its update in the received tensor."""
         at = 0
         for piece in self.pieces:
             size = piece.high - piece.low
@@ -244,7 +244,7 @@ class _RankRound:
 
 
 def _assembled(which: FullMatrix, flats: Mapping[int, Tensor], like: Tensor) -> Tensor:
-    """Return a matrix from the parts of all places of the cutting axis."""
+    """Assemble a matrix from its parts at all places of the cutting axis."""
     out = like.new_empty((which.rows, which.columns))
     for part in which.parts:
         if part.low == part.high:

@@ -2,7 +2,7 @@
 """Muon (Jordan et al. 2024): momentum, orthogonalised by Newton-Schulz; docs/muon.md.
 
     B <- lerp(B, g, 1 - m)                       on each rank's slice
-    U = orthogonalise(lerp(g, B, m) or B)        on the matrix' owner; Nesterov, or not
+    U = orthogonalise(lerp(g, B, m) or B)        on the matrix' owner; with or without Nesterov
     w <- w (1 - lr decay) - lr scale U           on each rank's slice
 
 The order of operations is that of torch.optim.Muon, so that on one rank the bits are equal.
@@ -33,7 +33,7 @@ class Muon(UpdateRule):
     scale_mode: str = "spectral"
     extra_scale: float = 1.0
     split: Split = Split()  # which sections are matrices of their own
-    bf16: bool = True  # iterate in bf16; else in the masters' dtype. In fp64 runs always in fp64
+    bf16: bool = True  # iterate in bf16; else in the masters' dtype. fp64 runs always use fp64
     name = "Muon"
     kinds = (StateKind("momentum_buffer"),)
     needs_full_matrices = True
@@ -45,7 +45,7 @@ class Muon(UpdateRule):
         return MuonUpdater(self, parts)
 
     def scale(self, which: FullMatrix) -> float:
-        """Return what the update of a matrix is multiplied by, besides the learning rate."""
+        """Return the factor of a matrix' update, besides the learning rate."""
         return self.extra_scale * scale_of(which.rows, which.columns, self.scale_mode)
 
 

@@ -4,8 +4,8 @@
     X_0 = G / |G|_F
     A = X X^T;  B = b A + c A A;  X <- a X + B X        once for each (a, b, c)
 
-All singular values go to about 1, so X becomes about U V^T of G = U S V^T. X has no more rows than
-columns; a tall G is transposed first. The order of operations is that of torch.optim.Muon.
+All singular values converge to about 1, so X approximates U V^T of G = U S V^T. X has no more rows
+than columns; a tall G is transposed first. The order of operations is that of torch.optim.Muon.
 """
 
 from collections.abc import Sequence
@@ -60,11 +60,11 @@ SETS: dict[str, Coefficients] = {
     ),
     "deepseekv4": (*[SIMPLE] * 8, *[(2.0, -1.5, 0.5)] * 2),
 }
-REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # after the last; the others begin again
+REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # further steps; other sets start again
 
 
 def coefficients_of(kind: str, steps: int) -> Coefficients:
-    """Return (a, b, c) of each step: the sets repeat as NVIDIA's emerging_optimizers has them."""
+    """Return (a, b, c) of each step; sets repeat as in NVIDIA's emerging_optimizers."""
     some = SETS[kind]
     if kind in REPEATS_LAST:
         return (*some, *[some[-1]] * max(0, steps - len(some)))[:steps]
@@ -72,7 +72,7 @@ def coefficients_of(kind: str, steps: int) -> Coefficients:
 
 
 def scale_of(rows: int, columns: int, mode: str) -> float:
-    """Return what an update [rows, columns] = [outputs, inputs] is multiplied by, by Megatron's
+    """Return the factor of an update [rows, columns] = [outputs, inputs] in a mode of Megatron's
     --muon-scale-mode. torch.optim.Muon's "original" is shape_scaling, and its "match_rms_adamw" is
     0.2 x spectral.
     """
@@ -83,9 +83,9 @@ def scale_of(rows: int, columns: int, mode: str) -> float:
 
 
 def orthogonalise(matrix: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return the orthogonalised matrix [m, n], in its dtype; `matrix` is used up.
+    """Return the orthogonalised matrix [m, n], in its dtype; `matrix` is overwritten.
 
-    Its bits depend on its values and its shape alone: neither on its owner nor on other matrices.
+    The bits depend only on its values and shape, neither on its owner nor on other matrices.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
@@ -97,5 +97,5 @@ def orthogonalise(matrix: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def flops(shapes: Sequence[tuple[int, int]], steps: int) -> int:
-    """Return the FLOPs of all matrices' iterations: 4 m^2 n + 2 m^3 a step."""
+    """Return the FLOPs of all matrices' iterations: 4 m^2 n + 2 m^3 per step."""
     return steps * sum(4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep masters and optimizer state in host memory, and update there (`--optimizer-cpu-offload`).
 
-Gradients come down, the host updates, and new weights go up. The buckets' turns overlap:
+Gradients are copied down, the host updates, and new weights are copied up. The buckets overlap:
 
     down stream    gradient 0 | gradient 1 | gradient 2
     host                        update 0   | update 1   | update 2
     up stream                                weights 0  | weights 1 | weights 2
 
-The host waits for the gradients, so an offloaded step ends when the device has caught up. On a CPU
+The host waits for the gradients, so an offloaded step synchronises with the device. On a CPU
 device the same code makes plain copies.
 """
 
@@ -21,8 +21,8 @@ from mpu.optim.interface import StateHome, Updater
 
 
 class Offload(StateHome):
-    """Masters and state in host memory, which makes the update: a bucket's gradient, its master,
-    and the master rounded. Gradients are in the accumulation dtype, as are the host's.
+    """Masters and state in host memory, updated by the host. For each bucket the host has its
+    gradient, its master and the rounded master. Gradients are in the accumulation dtype on both.
     """
 
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -46,15 +46,15 @@ class Offload(StateHome):
         self.masters_from_weights()
 
     def together(self) -> list[list[int]]:
-        """Return which buckets are updated together: each one by itself, as its gradients come."""
+        """Return the groups of buckets that are updated together: here each bucket is its own."""
         return [[i] for i in range(len(self.gradients))]
 
     def update(
         self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
     ) -> None:
-        """Step updaters[i] on bucket i's host tensors for every i, and send the weights up.
+        """Step updaters[i] on bucket i's host tensors for every i, and copy the weights up.
 
-        Work queued on the current stream after this sees the new weights.
+        Work queued on the current stream after this uses the new weights.
         """
         down, up = self._streams or (None, None)
         arrived = []
@@ -77,12 +77,12 @@ class Offload(StateHome):
             torch.cuda.current_stream(up.device).wait_stream(up)
 
     def round(self, changed: Sequence[int]) -> None:
-        """Send the weights of the changed buckets again."""
+        """Copy the weights of the changed buckets up again."""
         for i in changed:
             self._send(i)
 
     def _send(self, i: int) -> None:
-        """Round master i on the host, so that only weights travel, and start its copy up."""
+        """Round master i on the host, so that only weights are copied, and start the copy up."""
         if self._rounded[i] is not self.masters[i]:
             self._rounded[i].copy_(self.masters[i])
         self.weights[i].copy_(self._rounded[i], non_blocking=True)
@@ -93,6 +93,6 @@ class Offload(StateHome):
             self._send(i)
 
     def loaded(self) -> None:
-        """Go on from a checkpoint; of weights as wide as the masters it has no other masters."""
+        """Resume from a checkpoint, which has no masters if the weights have their dtype."""
         if all(w.dtype == m.dtype for w, m in zip(self.weights, self.masters, strict=True)):
             self.masters_from_weights()

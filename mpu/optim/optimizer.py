@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update the weights in flat buckets, with global norm and clipping (docs/numerics.md).
 
-Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates
+Weights and gradients are in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates
 many parameters; bf16 weights have masters in the accumulation dtype. A rank holds masters and state
 of the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1 on. After
-the update whole weights are gathered, with overlap_param_gather under the next
-forward; at stage 3 they are gathered when they are used.
+the update whole weights are gathered, with overlap_param_gather during the next forward; at stage 3
+they are gathered when they are used.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -38,7 +38,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 class Segment(NamedTuple):
     """A run of parameters of one group that this rank owns: elements [low, high) of a bucket.
 
-    weights: its masters, a leaf tensor with `.grad`. updater: what updates it and has its state.
+    weights: its masters, a leaf tensor with `.grad`. updater: updates it and holds its state.
     """
 
     low: int
@@ -48,10 +48,10 @@ class Segment(NamedTuple):
 
 
 class Optimizer:
-    """Masters, state and update of the parts of `sink`'s buckets that this rank owns.
+    """Holds masters and state of the parts of `sink`'s buckets that this rank owns; updates them.
 
-    groups: by the names that mpu.param.group_of gives. Groups of one rule are updated together.
-    clip: the largest global norm a step uses; 0 turns clipping off. cpu_offload: keep masters and
+    groups: by the names that mpu.param.group_of returns. Groups of one rule are updated together.
+    clip: the maximum global norm of a step; 0 turns clipping off. cpu_offload: keep masters and
     state in host memory, and update them there. state_offload: keep them there between steps.
     """
 
@@ -76,8 +76,8 @@ class Optimizer:
         else:
             self.home = (StateOffload if state_offload else StateHome)(grads, weights, sink.dtype)
         self.segments: list[list[Segment]] = []  # of each bucket
-        self.updaters: list[list[Updater]] = []  # of each of `home.together()`, one a rule
-        # what a stage without an updater counts, as nothing trains in it
+        self.updaters: list[list[Updater]] = []  # for each of `home.together()`, one per rule
+        # the number of updates for a stage without an updater, as nothing trains in it
         self._idle_steps = torch.zeros((), dtype=torch.float64, device=sink.device)
         self.plans = self._plans(groups)
         for buckets in self.home.together():
@@ -86,7 +86,7 @@ class Optimizer:
         self._norm_of_weights = self.norm
         if sink.frozen.names:
             self._norm_of_weights = GlobalNorm(module, sink.weight_buckets, grid, sink.device)
-        # of the last `step`, before its scale and clipping: parts of the norm, and that scale
+        # of the last `step`, before scale and clipping: the parts of the norm, and the scale
         self.grad_squares = torch.zeros(())
         self.grad_scale: Tensor | None = None
         if isinstance(self.home, StateOffload):
@@ -101,11 +101,11 @@ class Optimizer:
 
     @property
     def masters(self) -> list[Tensor]:
-        """Return the masters of each bucket, to be read: in host memory if they are there."""
+        """Return the masters of each bucket for reading, in host memory if they are there."""
         return self.home.masters_to_read()
 
     def _plans(self, groups: Mapping[str, Group]) -> dict[UpdateRule, Plan]:
-        """Return the owners of matrices, for each rule of full matrices."""
+        """Return the plan of matrix owners for each rule of full matrices."""
         plans: dict[UpdateRule, Plan] = {}
         params = [(name, param) for bucket in self.sink.buckets for name, param, _ in bucket.params]
         for rule in rules_of(groups):
@@ -171,7 +171,8 @@ class Optimizer:
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64.
 
-        grad_squares has its parts: the square of each parameter's, in the order of norm.names.
+        grad_squares then holds its parts: the squared norm of each parameter, in the order of
+        norm.names.
         """
         self.grad_squares = self.norm.squares([bucket.grad_shard for bucket in self.sink.buckets])
         return self.grad_squares.sum().sqrt()
@@ -188,9 +189,9 @@ class Optimizer:
     ) -> tuple[Tensor, Tensor]:
         """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
 
-        decoupled_lr: for the groups that take it; None: lr. scale: multiplies the gradients first
-        (tokens assumed / tokens counted). Where the norm is not finite every rank skips the update,
-        since all see the same norm.
+        decoupled_lr: for the groups that use it; None: lr. scale: multiplies the gradients first
+        (tokens assumed / tokens counted). If the norm is not finite every rank skips the update,
+        since all compute the same norm.
         """
         norm, self.grad_scale = self.grad_norm(), scale
         if scale is not None:
@@ -214,9 +215,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _multiply_rows(self) -> list[int]:
-        """Multiply rows of masters that this rank owns, as QK-clip asks.
+        """Multiply rows of this rank's masters by the step states' factors (QK-clip).
 
-        Returns the buckets that have such rows.
+        Returns the buckets with such rows.
         """
         touched, rows = [], dict[nn.Parameter, Tensor]()
         for state in self.sink.step_states:
@@ -240,17 +241,17 @@ class Optimizer:
         self.sink.gather_weights()
 
     def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, after the weights alone were loaded."""
+        """Widen the weights into the masters, after only the weights were loaded."""
         self.home.masters_from_weights()
 
     @property
     def steps(self) -> int:
-        """Return the number of updates made, without skipped ones. Waits for the device."""
+        """Return the number of updates, excluding skipped ones. Waits for the device."""
         idle = self._idle_steps
         return next((updater.steps for some in self.updaters for updater in some), int(idle))
 
     def loaded(self, steps: int) -> None:
-        """Go on from loaded state that `steps` updates have made."""
+        """Resume from loaded state after `steps` updates."""
         self._idle_steps.fill_(steps)
         for updater in (updater for some in self.updaters for updater in some):
             updater.set_steps(steps)
@@ -259,9 +260,9 @@ class Optimizer:
             state.loaded()
 
     def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.
+        """Yield (parameter name, "", first, values) of the sharded weights, like `named_state`.
 
-        gathered: of those too that are stored unsharded and owned in parts (gather_weights).
+        gathered: also of weights that are stored unsharded and owned in parts (gather_weights).
         """
         for bucket in self.sink.weight_buckets:
             if bucket.sharded or gathered and bucket.shard is not None:
@@ -270,10 +271,10 @@ class Optimizer:
                     yield name, "", low - start, own[low - first : high - first]
 
     def named_state(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (parameter name, kind, first, values); kind: "master", then those of the rule.
+        """Yield (parameter name, kind, first, values); kind: "master", then the rule's kinds.
 
         values: the owned elements [first, first + n) of the flattened local parameter, as a view:
-        writing to it loads the state. There are masters only where weights have another dtype.
+        writing to it loads the state. Masters are yielded only if the weights have another dtype.
         """
         self.home.rest()
         for bucket, master, segments in zip(
@@ -299,7 +300,7 @@ class Optimizer:
         }
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of what `tensors_by_kind` returns, each live storage counted once."""
+        """Return the bytes of `tensors_by_kind`, counting each live storage once."""
         kinds, seen = self.tensors_by_kind(), set[int]()
         bytes_of = dict.fromkeys(kinds, 0)
         for kind, tensors in kinds.items():
@@ -314,7 +315,7 @@ def _matrices(
 ) -> Iterator[Matrix]:
     """Yield the parameters of some groups, for a rule of full matrices.
 
-    segment_at: this rank's slices, by where the parameter begins in the bucket.
+    segment_at: this rank's slices, by the offset of the parameter in the bucket.
     """
     for (name, param, start), group in zip(bucket.params, bucket.layout.groups, strict=True):
         if group not in groups:
@@ -339,5 +340,5 @@ def multiply_rows(values: Tensor, first: int, width: int, factors: Tensor) -> No
 
 
 def _exchanges_last(rule: UpdateRule) -> bool:
-    """Return a sort key: what a rule of full matrices has started runs under the others' steps."""
+    """Return a sort key: full-matrix rules step last, so that others overlap their exchange."""
     return rule.needs_full_matrices

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute which rank updates which full matrix, and what is sent for it: arithmetic alone.
+"""Compute which rank updates which full matrix, and the messages for it: pure arithmetic.
 
-A rule of full matrices assembles each matrix on one rank, its owner. Its state stays where ZeRO
-puts it. In a step each matrix moves once to its owner, and its update back:
+A rule of full matrices assembles each matrix on one rank, its owner. Its state stays sharded as
+ZeRO shards it. In a step each matrix is sent once to its owner, and its update back:
 
-    member (c, s)   holds what place c of the cutting axis has, of that the share s
+    member (c, s)   holds share s of the part at place c of the cutting axis
     sources         members that send a part of the matrix to its owner: each element once
-    receivers       members that hold a part of the matrix: each gets its part of the update
+    holders         members that hold a part of the matrix: each gets its part of the update
 
 The ranks of an instance of the optimizer, in a stage of the pipeline, are the members
-(Grid.instance). At ZeRO stage 0 every s holds all, and a matrix that is replicated over the cutting
-axis is held by every c: there the owner's own s, or c, is the source. A run, the dry run and the
-planner ask the same plan.
+(Grid.instance). At ZeRO stage 0 every s holds everything, and a matrix that is replicated over the
+cutting axis is held by every c: then the source has the owner's own s, or c. A run, the dry run and
+the planner use the same plan.
 
-    matrices_of     the matrices of a parameter: its sections, or what is fused
-    plan_of         an owner for each, and the rounds in which they move: a bucket each
+    matrices_of     the matrices of a parameter: its sections, or fused sections
+    plan_of         an owner for each, and the rounds of the exchange: one per bucket
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,10 +40,10 @@ class Cut(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one place of the cutting axis holds of a matrix.
+    """The part of a matrix at one place of the cutting axis.
 
-    place: -1 where every place holds it. It is elements [low, high) of the flattened parameter
-    there, rows of `width`. cuts: where they are in the matrix; padding is nowhere.
+    place: -1 if every place holds it. The part is elements [low, high) of the flattened local
+    parameter, in rows of `width`. cuts: their positions in the matrix; padding has none.
     """
 
     place: int
@@ -54,9 +54,9 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Which sections of one matrix product are matrices of their own.
+    """Which fused sections of a parameter are matrices of their own.
 
-    qkv: queries, keys and values. others: the rest, as gate and up.
+    qkv: queries, keys and values. others: all others, such as gate and up.
     """
 
     qkv: bool = True
@@ -89,9 +89,9 @@ class FullMatrix(NamedTuple):
 def matrices_of(
     name: str, place: Placement, shape: Sequence[int], split: Split, group: str = "matrix"
 ) -> list[FullMatrix]:
-    """Return the matrices of a parameter. shape: of a rank's part. group: that the model names.
+    """Return the matrices of a parameter. shape: of a rank's part. group: the model's name of it.
 
-    Raises ValueError where the parameter is no matrix, or is cut in a way that names no matrices.
+    Raises ValueError if the parameter is not a matrix, or several sections are cut by columns.
     """
     if len(shape) != 2:
         raise ValueError(
@@ -150,7 +150,7 @@ def _label(place: Placement, first: int, fused: int) -> str:
 
 
 class Member(NamedTuple):
-    """A rank of an optimizer instance: its place on the cutting axis, and its shard."""
+    """A rank of an optimizer instance: its place on the cutting axis, and its share."""
 
     cut: int
     share: int
@@ -158,7 +158,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices that move at once: those of one bucket. matrices: their numbers in the plan."""
+    """Matrices that are exchanged together: those of one bucket, by their index in the plan."""
 
     bucket: int
     cut: str
@@ -170,7 +170,7 @@ class Plan:
     """Owners of all matrices of a pipeline stage."""
 
     matrices: tuple[FullMatrix, ...]
-    owners: tuple[int, ...]  # of each matrix: its owner's place among the members
+    owners: tuple[int, ...]  # of each matrix: the index of its owner among the members
     cuts: tuple[str, ...]  # of each matrix: the axis that cuts it
     members: Mapping[str, tuple[Member, ...]]  # by the cutting axis, in the order of Grid.instance
     # of each bucket: elements of a shard, and whether the bucket is sharded
@@ -211,7 +211,7 @@ class Plan:
                     yield places[member], member, *self.range_of(matrix, member)
 
     def sources(self, number: int) -> Iterator[tuple[int, Member, int, int]]:
-        """Yield, as `holders` does, the ranks that send to the owner: each element once."""
+        """Yield, like `holders`, the members that send to the owner: each element once."""
         for found in self.holders(number):
             if self.is_source(number, found[1]):
                 yield found
@@ -225,7 +225,7 @@ class Plan:
         return self.own[matrix.bucket][1] or member.share == owner.share
 
     def splits(self, round_: Round, me: int) -> Splits:
-        """Return the elements that member `me` sends to owners in a round, and gets as an owner."""
+        """Return the elements that `me` sends to owners in a round, and receives as an owner."""
         members = self.members[round_.cut]
         sent, got = [0] * len(members), [0] * len(members)
         for number in round_.matrices:
@@ -237,7 +237,7 @@ class Plan:
         return Splits(tuple(sent), tuple(got))
 
     def back(self, round_: Round, me: int) -> Splits:
-        """Return the elements of updates that member `me` sends as an owner, and gets."""
+        """Return the elements of updates that `me` sends as an owner, and receives as a holder."""
         members = self.members[round_.cut]
         sent, got = [0] * len(members), [0] * len(members)
         for number in round_.matrices:
@@ -258,7 +258,7 @@ class Plan:
 
 
 def part_at(matrix: FullMatrix, place: int) -> Part | None:
-    """Return what a place of the cutting axis holds of a matrix, if anything."""
+    """Return the part of a matrix at a place of the cutting axis, or None."""
     return next((part for part in matrix.parts if part.place in (-1, place)), None)
 
 
@@ -279,7 +279,7 @@ def plan_of(
     split: Split,
     members: Mapping[str, tuple[Member, ...]],
 ) -> Plan:
-    """Return the owners of all matrices of a pipeline rank: the same on all ranks of an instance.
+    """Return the plan for all matrices of a pipeline rank: the same on all ranks of an instance.
 
     placements: by parameter, with the local shape. groups: those of the rule. Raises ValueError as
     matrices_of does.
@@ -302,11 +302,11 @@ def plan_of(
 
 
 def _owners(plan: Plan) -> list[int]:
-    """Give each matrix to a member: the largest first, to whoever has the least work so far.
+    """Assign each matrix to a member: the largest first, to the member with the least work so far.
 
-    That is Graham's rule of the longest processing time. A member that already holds most of the
-    matrix takes it while that leaves it at or below an even share. The bound is the same, and a
-    matrix that nobody shares, such as an expert's, does not move.
+    This is Graham's longest-processing-time rule, with one exception: the member that holds most of
+    the matrix gets it if its work stays at or below an even share. The bound is the same, and a
+    matrix that is not shared, such as an expert's, is not sent.
     """
     owners = [0] * len(plan.matrices)
     together = len({len(members) for members in plan.members.values()}) == 1
@@ -324,7 +324,7 @@ def _owners(plan: Plan) -> list[int]:
     for number in sorted(numbers, key=lambda i: (-plan.matrices[i].cost, i)):
         cost, cut = plan.matrices[number].cost, plan.cuts[number]
         load, heap = shared[cut], heaps[id(shared[cut])]
-        while heap[0][0] != load[heap[0][1]]:  # it has been given more since
+        while heap[0][0] != load[heap[0][1]]:  # an outdated entry: it has more work now
             heappop(heap)
         owned = [(high - low, -load[i], -i) for i, _, low, high in plan.holders(number)]
         local, owner = -max(owned, default=(0, 0, 0))[2], heap[0][1]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep masters and optimizer state in host memory between steps (`--optimizer-state-offload`).
 
-The update stays on the device. A bucket's state comes up when its last gradient is there, and that
-of the next bucket with it, so under the rest of backward. It goes down under the next forward, in
-the order of that, and its memory is freed where the bucket's weights are used first:
+The update stays on the device. A bucket's state, and that of the next bucket, is copied up once its
+last gradient is complete, so during the rest of backward. It is copied down during the next
+forward, in forward order, and its memory is freed at the first use of the bucket's weights:
 
     compute   ... backward 0 | backward 1 | backward 2 | norm, update | forward 2 | forward 1 | ...
     up                       | state 0, 1 | state 2    |
     down                                                              | state 2   | state 1   | ...
 
-So it is on the host while activations need most memory. Storages are moved: they lose their memory
-and get it back, so an updater's tensors stay the same objects, whatever the optimizer. Bytes are
-copied and no bit changes. On a CPU the same code makes plain copies.
+So it is on the host while activations need most memory. Storages are resized to zero and back, so
+an updater's tensors stay the same objects, for any optimizer. Bytes are copied, so no bit changes.
+On a CPU the same code makes plain copies.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ class At(Enum):
 class BucketState:
     """The masters and the optimizer state of one bucket.
 
-    flats: all elements of each storage. home: where they are between steps. following: the bucket
-    whose gradients are there next.
+    flats: all elements of each storage. home: their host memory between steps. following: the
+    bucket whose gradients are complete next.
     """
 
     def __init__(self, flats: Sequence[Tensor], host: HostMemory, streams: tuple[Stream, Stream]):
@@ -55,7 +55,7 @@ class BucketState:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes copied in each direction in a step."""
+        """Return the bytes copied in each direction per step."""
         return sum(self._sizes)
 
     def fetch(self) -> None:
@@ -66,7 +66,7 @@ class BucketState:
 
     def _fetch(self) -> None:
         """Start the copy to the device, unless the device has the state."""
-        if self.at == At.DOWN:  # its weights were not used since: nothing was freed
+        if self.at == At.DOWN:  # its weights have not been used since: nothing was freed
             self.at = At.DEVICE
         if self.at != At.HOST:
             return
@@ -76,7 +76,7 @@ class BucketState:
         self.at = At.UP
 
     def arrive(self) -> None:
-        """Let the current stream wait until the state is on the device."""
+        """Make the current stream wait until the state is on the device."""
         self._fetch()
         if self.at == At.UP:
             self._wait()
@@ -89,7 +89,7 @@ class BucketState:
         self.at = At.DOWN
 
     def leave(self) -> None:
-        """Free the device's memory of what is being copied to the host, once it is there."""
+        """Free the device memory of state that is being copied to the host, once it has arrived."""
         if self.at != At.DOWN:
             return
         self._wait()
@@ -98,7 +98,7 @@ class BucketState:
         self.at = At.HOST
 
     def rest(self) -> None:
-        """Let the state be in host memory alone, which the host may then read and write."""
+        """Move the state to host memory only, so that the host may read and write it."""
         if self.at == At.UP:
             self.arrive()
         if self.at == At.DEVICE:
@@ -108,8 +108,8 @@ class BucketState:
             self._over.synchronize()
 
     def _copy(self, stream: Stream, into: Sequence[Tensor], from_: Sequence[Tensor]) -> None:
-        """Start copies on a stream, behind all that the current one does."""
-        if stream:  # what wrote the state, or used this memory before, is on the current stream
+        """Start copies on a stream, after all work queued on the current one."""
+        if stream:  # earlier writers of the state and users of the memory are on the current stream
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             for to, own in zip(into, from_, strict=True):
@@ -117,17 +117,17 @@ class BucketState:
         self._over = stream.record_event() if stream else None
 
     def _wait(self) -> None:
-        """Let the current stream wait for the last copies."""
+        """Make the current stream wait for the last copies."""
         if self._over:
             self._over.wait()
 
 
 class StateOffload(StateHome):
-    """Masters and state in host memory between steps; the device makes the update."""
+    """Keeps masters and state in host memory between steps; the device updates them."""
 
     def keep(self, states: Sequence[Sequence[Tensor]]) -> None:
-        """Take the tensors of each bucket that go to host memory; weights stay on the device, also
-        those that are their own masters.
+        """Set the tensors of each bucket that move to host memory. Weights stay on the device, also
+        if they are their own masters.
         """
         found = {id(x.untyped_storage()) for x in self.weights}
         flats: list[list[Tensor]] = []
@@ -147,7 +147,7 @@ class StateOffload(StateHome):
         self.buckets = [BucketState(some, host, streams) for some in flats]
         for bucket, following in pairwise(self.buckets):
             bucket.following = following
-        self._home = {  # by storage, which keeps its identity without memory
+        self._home = {  # by storage, whose identity survives resizing
             id(flat.untyped_storage()): home
             for bucket in self.buckets
             for flat, home in zip(bucket.flats, bucket.home, strict=True)
@@ -156,11 +156,11 @@ class StateOffload(StateHome):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes copied in each direction in a step."""
+        """Return the bytes copied in each direction per step."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def masters_to_read(self) -> list[Tensor]:
-        """Return the masters of each bucket, on the device as long as it has their values."""
+        """Return the masters of each bucket, on the device if it has their values."""
         if all(bucket.at in (At.DEVICE, At.DOWN) for bucket in self.buckets):
             return self.masters
         self.rest()
@@ -169,12 +169,12 @@ class StateOffload(StateHome):
     def update(
         self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
     ) -> None:
-        """Make the update once all state has arrived."""
+        """Update once all state has arrived."""
         self.arrive()
         super().update(updaters, factor, found_inf)
 
     def arrive(self) -> None:
-        """Let the current stream wait until all state is on the device, for an update."""
+        """Make the current stream wait until all state is on the device, for an update."""
         for bucket in self.buckets:
             bucket.fetch()
         for bucket in self.buckets:
@@ -182,16 +182,16 @@ class StateOffload(StateHome):
 
     def leave(self) -> None:
         """Start to copy all state to the host, after an update."""
-        for bucket in reversed(self.buckets):  # about the order of the next forward
+        for bucket in reversed(self.buckets):  # approximately the order of the next forward
             bucket.send()
 
     def rest(self) -> None:
-        """Let all state be in host memory, which the host may then read and write."""
+        """Move all state to host memory, so that the host may read and write it."""
         for bucket in self.buckets:
             bucket.rest()
 
     def at_rest(self, x: Tensor) -> Tensor:
-        """Return a tensor's values in host memory, as a view; `x` itself where it does not move."""
+        """Return a view of a tensor's host memory; `x` itself if it stays on the device."""
         flat = self._home.get(id(x.untyped_storage()))
         if flat is None:
             return x

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls that overlap with their collectives.
 
-method    OverlapMethod, Gathering: what a method does; none, replicated, shared memory
-ring      by messages, on any backend
-cuda      on GPUs: one kernel that moves rows and multiplies
-choices   OverlapMap: which matmul takes which method; frozen when the run begins
+method    OverlapMethod and Gathering: the interface; none, replicated, shared memory
+ring      point-to-point messages, on any backend
+cuda      GPUs: kernels that send or receive rows while they multiply
+choices   OverlapMap: the method of each matmul; fixed when the run begins
 """

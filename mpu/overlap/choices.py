@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose each matmul's overlap method by a frozen map, resolved once by all ranks.
+"""Choose each matmul's overlap method from a fixed map on which all ranks agree.
 
-Under `auto` every matmul has the method that was measured fastest for its shape
+Under `auto` every matmul uses the method that was measured fastest for its shape
 (training/run/autotune/measure.py), or that a checkpoint recorded. A shape that was not measured
-takes `none` and is noted in Auto.unmeasured.
+uses `none` and is recorded in Auto.unmeasured.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from mpu.comm.transport import Axis
 from mpu.overlap.method import NoOverlap, OverlapMethod, Replicated, Symmetric
 from mpu.overlap.ring import Ring
 
-METHODS = ("none", "ring", "symmetric")  # what a shape can take; auto chooses among them
+METHODS = ("none", "ring", "symmetric")  # the methods of a shape; auto chooses among them
 
 
 @dataclass(frozen=True)
 class OverlapMap:
     """A run's overlap methods. mode: none, ring, symmetric or auto. choices: {matmul (see `key`):
-    method} under auto. seconds: {matmul: {method: seconds}} of what was measured.
+    method} under auto. seconds: the measurements, {matmul: {method: seconds}}.
     """
 
     mode: str = "none"
@@ -34,8 +34,8 @@ class OverlapMap:
     def method(self, axis: Axis, cut: bool) -> OverlapMethod:
         """Return the method of linear layers over an axis.
 
-        cut: x is cut along its rows (sequence parallelism); else the method is Replicated. Where
-        ranks do not reach one another's memory, ring stands in for symmetric.
+        cut: x is cut along its rows (sequence parallelism); else the method is Replicated. If ranks
+        cannot access one another's memory, ring replaces symmetric.
         """
         if not cut:
             return Replicated(axis)
@@ -45,9 +45,9 @@ class OverlapMap:
 
 
 class Auto(NoOverlap):
-    """Takes the method that was chosen for an operation and its shape; else `none`.
+    """Uses the method chosen for an operation and its shape, or `none`.
 
-    unmeasured: the matmuls for which nothing was chosen, in the order of their first use.
+    unmeasured: the matmuls without a chosen method, in the order of their first use.
     """
 
     def __init__(self, axis: Axis, choices: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ class Auto(NoOverlap):
         self._method = cache(self._method_of)
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
-        """Return the method chosen for the matmul; else note it and return `none`."""
+        """Return the method chosen for the matmul; without one, record it and return `none`."""
         rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
         return self._method(op, rows, x.shape[-1], width, x.dtype).of(op, x, width)
 
@@ -80,7 +80,7 @@ def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
 
 
 def method_called(name: str, axis: Axis) -> OverlapMethod:
-    """Return the method called `name`; symmetric is ring where the axis shares no memory."""
+    """Return the method called `name`; ring instead of symmetric if the axis shares no memory."""
     if name == "none":
         return NoOverlap(axis)
     if name == "ring" or not axis.symmetric:
@@ -88,6 +88,6 @@ def method_called(name: str, axis: Axis) -> OverlapMethod:
     assert name == "symmetric", name
     if isinstance(axis.required_transport, SharedMemoryTransport):
         return Symmetric(axis)
-    from mpu.overlap.cuda import KernelOverlap  # which needs triton
+    from mpu.overlap.cuda import KernelOverlap  # needs triton
 
     return KernelOverlap(axis)

@@ -2,13 +2,13 @@
 """Overlap on GPUs: kernels that push rows, wait for rows and multiply in one launch.
 
     gather       own rows are pushed and multiplied first; tiles of other ranks' rows wait for them
-    scatter      tiles of other ranks' rows come first and are stored where their owner reads them;
+    scatter      tiles of other ranks' rows are computed first and written to their owner's memory;
                  the owner adds them, in rank order, when the handle is waited for
-    overlapped   these rows are not multiplied now: copy engines copy them while dgrad multiplies
+    overlapped   for rows that are not multiplied now: copy engines copy them during dgrad
 
-The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 takes `none`.
-The recipe must multiply plain tensors of one dtype, since the product is the kernels' own. Rows of
-float8 (uint8, mpu/layers/float8) take `ring`, which multiplies parts by the recipe's product.
+The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 uses `none`. The
+recipe must multiply plain tensors of one dtype, since the kernels compute the product. Rows of
+float8 (uint8, mpu/layers/float8) use `ring`, which multiplies parts by the recipe's product.
 """
 
 import torch
@@ -21,7 +21,7 @@ from mpu.kernels.matmul_reduce_scatter import add_parts, matmul_scatter
 from mpu.overlap.method import Gathering, NoOverlap, OverlapMethod, Product
 from mpu.overlap.ring import Ring
 
-TILE = 128  # rows: where chunks are whole tiles, no tile waits for two
+TILE = 128  # rows; as chunks are whole tiles, no tile waits for two chunks
 
 
 def chunk_rows(rows: int) -> int:
@@ -40,7 +40,7 @@ def _workspace(axis: Axis) -> CudaWorkspace:
 
 
 class _Pushed(Gathering):
-    """x of all ranks inside the launch that multiplies it."""
+    """Gathers x of all ranks inside the kernel that multiplies it."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.x, self.axis = x, axis
@@ -53,7 +53,7 @@ class _Pushed(Gathering):
         return y.view(-1, *self.x.shape[1:-1], y.shape[-1])
 
     def gathered(self) -> Tensor:
-        """Return x of all ranks, for which `multiply` has waited."""
+        """Return x of all ranks, which has arrived in `multiply`."""
         shape, dtype = tuple(self.x.shape), self.x.dtype
         self._epoch.part(self.axis.rank, shape, dtype).copy_(self.x)
         return self._epoch.gathered(shape, dtype)
@@ -63,10 +63,10 @@ class _Pushed(Gathering):
 
 
 class _Copied(Gathering):
-    """x of all ranks by copy engines, on a stream of its own.
+    """Gathers x of all ranks by copy engines, on a separate stream.
 
-    The stream of the kernels waits for the copies before it launches a kernel that waits for a peer
-    (in `gathered`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
+    The kernels' stream waits for the copies before it launches a kernel that waits for a peer (in
+    `gathered` or `close`), so that no such kernel occupies the SM that the flags' kernel needs.
     """
 
     def __init__(self, x: Tensor, epoch: CudaEpoch) -> None:
@@ -85,7 +85,7 @@ class _Copied(Gathering):
 
 
 class KernelOverlap(OverlapMethod):
-    """Rows travel inside the kernels that multiply them."""
+    """Rows are exchanged inside the kernels that multiply them."""
 
     def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         return _Pushed(x, self.axis)

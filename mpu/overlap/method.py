@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather what a matmul needs, and scatter what it makes: the methods of --tp-comm-overlap.
+"""Gather a matmul's input, or scatter its output: the methods of --tp-comm-overlap.
 
     start_all_gather       x [n, ...] of every rank -> Gathering; multiply(w) gives gather(x) w^T
     matmul_reduce_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the sum
 
-The two are each other's gradient; mpu/layers/linear.py puts them together. The parts travel by an
-OverlapMethod, one of these:
+The two are each other's gradient; mpu/layers/linear.py combines them. An OverlapMethod exchanges
+the parts. The methods are:
 
-    replicated   no part travels, x is replicated (no sequence parallelism); sums are
+    replicated   x is replicated (no sequence parallelism), so nothing is gathered; sums are
                  all-reduced
     none         the collective, then the matmul: the reference
     ring         one part per rank, by messages: the next part arrives while this one is multiplied
                  (mpu/overlap/ring.py)
-    symmetric    parts lie in memory that all ranks see and are multiplied where they lie (Symmetric
+    symmetric    parts are in memory that all ranks share and are multiplied in place (Symmetric
                  below; on GPUs mpu/overlap/cuda.py)
     auto         for each shape the method that was chosen (mpu/overlap/choices.py)
 
 `ring` and `symmetric` add the ranks' parts in rank order, 16-bit ones in fp32; so does `none` on a
-CPU. The multiplication (`product`) is an argument: the layer's recipe gives it.
+CPU. The multiplication (`product`) is an argument, from the layer's recipe.
 """
 
 from abc import ABC, abstractmethod
@@ -35,9 +35,9 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x [..., k], w [o, k] -> x w^T [.
 
 
 class Gathering:
-    """x of all ranks [t n, ...], on its way to this one; call `close` when it is no longer read.
+    """An all-gather of x in flight, [t n, ...]; call `close` when x is no longer read.
 
-    full: where x arrives. handle: of the all-gather that brings it.
+    full: the destination. handle: of the all-gather.
     """
 
     def __init__(self, full: Tensor, handle: Handle) -> None:
@@ -53,11 +53,11 @@ class Gathering:
         return product(self.gathered(), weight)
 
     def close(self) -> None:
-        """Release the memory in which x arrived."""
+        """Release the memory of the gathered x."""
 
 
 class OverlapMethod(ABC):
-    """How the parts of a matmul's input, or of its output, travel over an axis."""
+    """How the parts of a matmul's input, or of its output, are exchanged over an axis."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -74,9 +74,9 @@ class OverlapMethod(ABC):
         """Start to gather x, which is then multiplied."""
 
     def start_all_gather_overlapped(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start to gather x while something else is multiplied.
+        """Start to gather x while another matmul runs.
 
-        Only the kernels of GPUs, which gather inside a matmul, do it in another way.
+        This only differs for the GPU kernels, which otherwise gather inside a matmul.
         """
         return self.start_all_gather(x, label)
 
@@ -85,7 +85,7 @@ class OverlapMethod(ABC):
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Start the sum over ranks of x w^T; return this rank's rows (Replicated: all rows). They
-        are set after the wait.
+        are valid after the wait.
         """
 
 
@@ -102,7 +102,7 @@ class Replicated(OverlapMethod):
 
 
 class NoOverlap(OverlapMethod):
-    """The collective, then the matmul; the matmul, then the collective."""
+    """No overlap: the all-gather, then the matmul; the matmul, then the reduce-scatter."""
 
     def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         return Gathering(*self.axis.required_transport.all_gather(x, self.axis, True, None, label))
@@ -114,7 +114,7 @@ class NoOverlap(OverlapMethod):
 
 
 class _InPlace(Gathering):
-    """x of all ranks in memory that the ranks of one host share: each writes its part there."""
+    """A gathered x in memory shared by the ranks of one host, to which each writes its part."""
 
     def __init__(
         self, handle: Handle, epoch: Epoch, shape: tuple[int, ...], dtype: torch.dtype
@@ -131,19 +131,19 @@ class _InPlace(Gathering):
         self._epoch.close()
         self._epoch.complete = (
             self._epoch.close
-        )  # else epoch and gathering reference each other, and x
+        )  # avoids a reference cycle of epoch and gathering, which would keep x alive
 
     def _save(self) -> None:
-        """Copy what a later epoch is about to overwrite."""
+        """Copy x, as a later epoch is about to overwrite it."""
         self._copy = self.gathered().clone()
         self._epoch.close()
 
 
 class Symmetric(NoOverlap):
-    """The parts lie one behind the other in shared memory, and one matmul reads them in place.
+    """The parts are contiguous in shared memory, and one matmul reads them in place.
 
-    On a CPU there is nothing to hide but a late rank, and a matmul in parts costs more than one
-    of all. A scatter is that of NoOverlap: the transport's sum, in the same order.
+    On a CPU there is nothing to hide except the wait for a late rank, and a matmul in parts is
+    slower than a whole one. Scatter is that of NoOverlap: the transport's sum, in the same order.
     """
 
     def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:

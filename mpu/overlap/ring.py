@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap by messages: one part travels while another is multiplied. Any backend, across nodes.
+"""Overlap by messages: one part is in flight while another is multiplied. Any backend, any nodes.
 
-A gather multiplies the own part first, a scatter last. The other ranks' parts come in cyclic order,
-the next rank's first.
+A gather multiplies the rank's own part first, a scatter last. The other ranks' parts follow in
+cyclic order, the next rank's first.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from mpu.overlap.method import Gathering, OverlapMethod, Product
 
 
 class _RingGathering(Gathering):
-    """Each rank passes on to the left what came from the right."""
+    """A ring all-gather: each rank receives parts from the right and passes them on to the left."""
 
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
         self.x, self.axis, self._label = x, axis, label
@@ -29,7 +29,7 @@ class _RingGathering(Gathering):
         self._coming = DONE
 
     def start(self) -> None:
-        """Start to pass on this rank's part."""
+        """Start to pass this rank's own part on."""
         self._coming = self._pass_on(0)
 
     def _pass_on(self, i: int) -> Handle:
@@ -50,7 +50,7 @@ class _RingGathering(Gathering):
         return out
 
     def _parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its x), own first, each when it is here and the next is on its way."""
+        """Yield (rank, its x), own first, each once it has arrived and the next is in flight."""
         for i, rank in enumerate(self._turns):
             if i == self._here:
                 self._coming.wait()
@@ -65,7 +65,7 @@ class _RingGathering(Gathering):
 
 
 class Ring(OverlapMethod):
-    """Parts as messages: gathered round the ring, scattered straight to their owners."""
+    """Parts as messages: gathered around the ring, scattered directly to their owners."""
 
     def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         gathering = _RingGathering(x, self.axis, label)
@@ -102,7 +102,7 @@ class Ring(OverlapMethod):
 
 
 def _sum_by_kernel(parts: Tensor, out: Tensor) -> None:
-    """Do sum_of_parts in one launch, which needs no memory: on meta tensors there is none."""
+    """Compute sum_of_parts in one launch; nothing for meta tensors, as it allocates no memory."""
     if not out.is_meta:
         from mpu.kernels import sum_of_parts as kernel
 

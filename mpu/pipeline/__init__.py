@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism.
 
-schedules      what each rank does, in order: a pure function for each schedule
-steps          the messages that follow from it
+schedules      the ordered actions of each rank: a pure function for each schedule
+steps          the messages between the actions of a schedule
 stage_layout   which layers each stage has
 engine         executes any schedule
 
-simulate.py proves and times a schedule without a run.
+simulate.py validates and times a schedule without a run.
 """

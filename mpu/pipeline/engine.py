@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execute a pipeline schedule on one rank: any schedule, forward and backward or forward alone.
 
-    for each action of this rank (mpu/pipeline/steps.py says what to receive and send):
-        post the receives that come next      asynchronous, mostly one action ahead of their use
-        F  wait for the activation of the stage before, forward, send the output, keep its graph
-        B  wait for the gradient of the stage after, backward, send the gradient of the input;
-           in a split schedule the weights' gradients wait
+    for each action of this rank (mpu/pipeline/steps.py lists its receives and sends):
+        post the next receives      asynchronous, mostly one action ahead of their use
+        F  wait for the activation from the previous stage, forward, send the output, keep its graph
+        B  wait for the gradient from the next stage, backward, send the gradient of the input;
+           in a split schedule the weight gradients are deferred
         F with B    wait for both inputs, run the two interleaved, send both outputs
-        W  compute the weights' gradients that waited
-    compute the output layer's weight gradients that waited (Schedule.deferred)
-    Sends are asynchronous too (mpu/comm/p2p.py, SendQueue): they run under the next actions.
+        W  compute the deferred weight gradients
+    compute the deferred weight gradients of the output layer (Schedule.deferred)
+    Sends are asynchronous too (mpu/comm/p2p.py, SendQueue): they overlap the next actions.
 
-A B sends no gradient to stages before the first in which anything trains: B and W do nothing there.
-With a single stage a schedule is gradient accumulation. The engine knows nothing of the model. It
-is given forward(chunk, micro_batch, hidden), which returns the output to hand on or, on the last
-stage, the loss to go backward from. Layers put weight gradients into the sink themselves.
+No gradient is sent to stages before the first trainable one: B and W do nothing there. With a
+single stage a schedule is plain gradient accumulation. The engine is independent of the model. It
+takes forward(chunk, micro_batch, hidden), which returns the output for the next stage or, on the
+last stage, the loss on which to call backward. Layers add weight gradients to the sink themselves.
 """
 
 import time
@@ -41,15 +41,15 @@ Key = tuple[int, int]  # chunk, micro-batch
 
 
 class Monitor(Protocol):
-    """Gets what this rank does: the failure channel's end (training/faults/monitor.py)."""
+    """Receives this rank's current action, for failure reports (training/faults/monitor.py)."""
 
-    action: str  # in words, as they follow "during" or "while"
+    action: str  # in words, to follow "during" or "while"
 
 
 class Payload(NamedTuple):
-    """What a message carries: the output of a stage's F, or the input's gradient of its B.
+    """The content of a message: the output of a stage's F, or the input gradient of its B.
 
-    kind: F or B. stage: the stage that made it. peer: the pipeline rank at the other end.
+    kind: F or B. stage: the stage that computed it. peer: the pipeline rank at the other end.
     """
 
     kind: str
@@ -64,12 +64,12 @@ PHASE = {"F": "forward", "B": "backward"}
 class Engine:
     """Run schedules on one rank of the pipeline axis.
 
-    queue: the layers' weight-gradient queue. interleaver: the layers', of two micro-batches. dtype:
-    of the hidden states that travel. schedule: the last one run. spans: None, or a list that each
-    run replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of
-    time.perf_counter; BW is B and W in one. Of the time of an F with a B and its W the F is given a
-    third. What Schedule.deferred puts after the last action is in none of them. frozen: (pipeline
-    rank, chunk) of each stage in which nothing trains (mpu/zero/frozen.py).
+    queue: the layers' weight-gradient queue. interleaver: the layers' interleaver of two
+    micro-batches. dtype: of the hidden states sent. schedule: the last one run. spans: None, or a
+    list that each run replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of
+    time.perf_counter; BW is B and W in one. If an F overlaps a B and its W, a third of the time is
+    attributed to the F. The work that Schedule.deferred puts after the last action is in no span.
+    frozen: (pipeline rank, chunk) of each stage in which nothing trains (mpu/zero/frozen.py).
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class Engine:
 class _Clock:
     """Records when each action began and ended.
 
-    noted: kind, chunk, micro-batch, begin and end, and which part of that time the action is given.
+    noted: kind, chunk, micro-batch, begin, end, and the part (low, high) of that time attributed to
+    the action.
     """
 
     def __init__(self) -> None:
@@ -156,7 +157,7 @@ class _Clock:
 
 
 class _CudaClock(_Clock):
-    """Records events on the stream, and reads their times once, at the end."""
+    """Records events on the stream, and reads their times once at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class _CudaClock(_Clock):
 
 
 class _Run:
-    """One execution of a schedule: what has arrived, and what waits for its backward."""
+    """One execution of a schedule: messages in flight, and activations kept for backward."""
 
     def __init__(
         self,
@@ -195,11 +196,11 @@ class _Run:
         self.rank, self.last = engine.grid.pp.rank, schedule.stages - 1
         self.training = any(action.kind == "B" for action in schedule.ranks[self.rank])
         self.arriving: dict[tuple[str, int, int], tuple[Tensor, Handle]] = {}
-        self.local: dict[tuple[str, int, int], Tensor] = {}  # from a chunk of this very rank
+        self.local: dict[tuple[str, int, int], Tensor] = {}  # from another chunk of this rank
         self.inputs: dict[Key, Tensor] = {}
         self.outputs: dict[Key, GradientEdge] = {}  # where backward starts; the tensors are freed
         self.deferred: dict[Key, deque[Callable[[], None]]] = {}
-        self.overlapped: Step | None = None  # an F, until the B that it overlaps
+        self.overlapped: Step | None = None  # an F held back until the B that it overlaps
 
     def do(self, step: Step, clock: _Clock | None) -> None:
         """Execute one step: post receives, take the input, compute, send."""
@@ -211,7 +212,7 @@ class _Run:
         kind, chunk, i = step.action
         fused = kind != "F" and not self.schedule.split
         if kind == "W" and fused:
-            return  # it ran with its B
+            return  # already done with its B
         if self.overlapped is not None:
             forward, self.overlapped = self.overlapped, None
             return self._pair(forward, step, clock)
@@ -264,7 +265,7 @@ class _Run:
         return None if step.stage == self.last else out.detach()
 
     def drain(self) -> None:
-        """Compute what the output layer deferred, in the order of the micro-batches."""
+        """Compute the output layer's deferred weight gradients, in micro-batch order."""
         for chunk, i in sorted(self.deferred):
             doing = f"the output layer's deferred W of micro-batch {i}"
             self.engine.monitor.action = f"{doing} in stage {self.last}{self.during}"
@@ -293,7 +294,7 @@ class _Run:
         return receive(self.shape, engine.dtype, engine.device, axis, message.sender, label)
 
     def _take(self, step: Step) -> Tensor | None:
-        """Return the input of an F or B (None at the model's ends), waiting for its message."""
+        """Wait for the input of an F or B and return it (None at the model's ends)."""
         action, stage = step.action, step.stage
         kind, chunk, i = action
         if stage == (0 if kind == "F" else self.last) or (kind == "B" and stage < self.first):
@@ -311,7 +312,7 @@ class _Run:
         return tensor
 
     def _give(self, kind: str, stage: int, i: int, out: Tensor) -> None:
-        """Hand an output to the next stage, or an input's gradient to the one before."""
+        """Pass an output to the next stage, or an input gradient to the previous one."""
         to, chunk = self.schedule.place(stage + (1 if kind == "F" else -1))
         if to == self.rank:
             self.local[kind, chunk, i] = out

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Play lists of events against each other: when each begins and ends.
+"""Simulate lists of dependent events: compute when each begins and ends.
 
-A lane is a list of events that are done one after another, as a pipeline rank's actions are. An
-event has its seconds alone; what it is is the caller's. Events of several lanes that run at the
-same time may slow each other down, as ranks that share cores do.
+A lane is a list of events that run one after another, like the actions of a pipeline rank. An event
+has only a duration and its dependencies; its meaning is up to the caller. Events of different lanes
+that run at the same time may slow each other down, as ranks that share cores do.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-EPSILON = 1e-12  # seconds that are nothing
+EPSILON = 1e-12  # seconds: a shorter interval counts as zero
 
 
 class Event(NamedTuple):
-    """Something that a lane does in so many seconds, were it alone.
+    """An event of a lane, which takes `seconds` if nothing slows it down.
 
-    after: (lane, place in it) of the events that must be over before it begins. late: seconds from
-    the end of those until this one may begin, such as those of a message.
+    after: (lane, place in it) of the events that must end before it begins. late: seconds from
+    their end until this one may begin, such as the time of a message.
     """
 
     seconds: float
@@ -31,10 +31,9 @@ Speed = Callable[[int], float]
 
 
 def play(lanes: Lanes, speed: Speed | None = None) -> list[list[Span]]:
-    """Return the span of each event of each lane. A lane that waits for ever ends early.
+    """Return the span of each event of each lane. A lane that waits forever ends early.
 
-    speed: the share of its own speed at which each of n events under way at the same time goes on;
-    None: none slows another.
+    speed: the fraction of full speed at which each of n concurrent events runs; None: always 1.
     """
     if speed is not None:
         return _shared(lanes, speed)
@@ -62,10 +61,10 @@ def play(lanes: Lanes, speed: Speed | None = None) -> list[list[Span]]:
 
 
 def _shared(lanes: Lanes, speed: Speed) -> list[list[Span]]:
-    """Play events that slow each other down: from each begin or end to the next."""
+    """Simulate events that slow each other down, stepping from each begin or end to the next."""
     spans: list[list[Span]] = [[] for _ in lanes]
     left, begins, arrivals = dict[int, float](), dict[int, float](), dict[int, float]()
-    blocked = defaultdict[tuple[int, int], list[int]](list)  # lanes by what they wait for
+    blocked = defaultdict[tuple[int, int], list[int]](list)  # event: the lanes that wait for it
     now, ready = 0.0, list(range(len(lanes)))  # ready: lanes whose next event may begin
     while True:
         for n in ready:
@@ -103,7 +102,7 @@ def _shared(lanes: Lanes, speed: Speed) -> list[list[Span]]:
 def cores(count: int, each: int = 1, slower: float = 1.0) -> Speed:
     """Return the speed of lanes that share cores.
 
-    each: threads of a lane, which work together. slower: what sharing costs, 1 or more.
+    each: threads of a lane, which work together. slower: slowdown factor of sharing, 1 or more.
     """
 
     def speed(lanes: int) -> float:

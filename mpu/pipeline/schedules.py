@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List what every pipeline rank does, in order, as plain data: a schedule is a pure function.
+"""Pipeline schedules: the ordered actions of every rank as plain data, made by pure functions.
 
-p ranks, m micro-batches, v chunks a rank, p v stages. An Action is one of
+p ranks, m micro-batches, v chunks per rank, p v stages. An Action is one of
 
     F  forward of a stage on a micro-batch
-    B  backward to its input only: the gradients of its weights wait
+    B  backward to its input only: the weight gradients are deferred
     W  the gradients of its weights
 
 In a schedule that is not `split` each B is directly followed by its own W, and the two are one
 backward: the gradient of the input is sent after both. An F may overlap the B and W that follow it
-in the list (`pairs`): they begin when both inputs are there, alternate where one of them waits for
-an exchange of its experts (mpu/interleave.py), and hand on their outputs when both are done.
+in the list (`pairs`): they begin when both inputs have arrived, alternate whenever one of them
+waits for an exchange of its experts (mpu/interleave.py), and send their outputs when both are done.
 """
 
 from collections import deque
@@ -20,14 +20,14 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
-NAMES = tuple(CHUNKS)  # CHUNKS: chunks a rank; interleaved also takes other numbers
-V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
+NAMES = tuple(CHUNKS)  # CHUNKS: chunks per rank; interleaved also takes other numbers
+V_SHAPED = ("zb-v", "v-half")  # two chunks per rank: the second goes back up the ranks
 SPLIT = ("zb-h1", "zb-v", "v-half")  # W is separate from B
 OVERLAPPING = ("1f1b", "interleaved")  # an F may overlap a B
 
 
 class Action(NamedTuple):
-    """One thing a rank does: kind F, B or W, of its chunk, on a micro-batch."""
+    """One action of a rank: F, B or W (kind) of one of its chunks on a micro-batch."""
 
     kind: str
     chunk: int
@@ -37,9 +37,9 @@ class Action(NamedTuple):
         return f"{self.kind} chunk {self.chunk} micro-batch {self.micro_batch}"
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: `build` makes each of them once
+@dataclass(frozen=True, eq=False)  # compared by identity: `build` caches its results
 class Schedule:
-    """What each rank does, in order: `ranks[r]` is rank r's list."""
+    """The actions of each rank, in order: `ranks[r]` is rank r's list."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -50,11 +50,11 @@ class Schedule:
     # stage = chunk p + rank
     v_shape: bool = False
     deferred: bool = False  # the output layer's W's come at the end
-    # of each rank: the numbers of the F's that overlap the B and W after them
+    # for each rank: the indices of the F's that overlap the B and W after them
     pairs: tuple[range, ...] = ()
 
     def overlapped_forwards(self, rank: int) -> range:
-        """Return the numbers of a rank's F's that overlap the B and W behind them."""
+        """Return the indices of a rank's F's that overlap the B and W after them."""
         return self.pairs[rank] if self.pairs else range(0)
 
     @cached_property
@@ -74,11 +74,11 @@ class Schedule:
 
     @cached_property
     def sources(self) -> list[list[tuple[int, Action] | None]]:
-        """Return, for each action of each rank, the (rank, action) that makes its input.
+        """Return, for each action of each rank, the (rank, action) that computes its input.
 
-        None where no other stage makes it: F of the first stage, B of the last, every W.
+        None where no other stage computes it: F of the first stage, B of the last, every W.
         """
-        backward = "B" if self.split else "W"  # the action after which a gradient is handed on
+        backward = "B" if self.split else "W"  # the action after which a gradient is sent
         before: dict[tuple[int, str, int], tuple[int, str, int]] = {}
         for stage in range(1, self.stages):
             (giver, its), (taker, chunk) = self.place(stage - 1), self.place(stage)
@@ -92,14 +92,14 @@ class Schedule:
         return [[source(rank, a) for a in actions] for rank, actions in enumerate(self.ranks)]
 
     def begin(self, rank: int, n: int) -> int:
-        """Return the number of the action with which a rank's n-th begins: the B of a W that is
-        directly behind it, the F that a B overlaps, or n itself.
+        """Return the index of the first action that runs together with a rank's n-th: the B of a
+        fused W, the F that overlaps the B, or n itself.
         """
         n -= self.ranks[rank][n].kind == "W" and not self.split
         return n - (n - 1 in self.overlapped_forwards(rank))
 
     def inputs(self, rank: int, n: int) -> list[tuple[int, Action]]:
-        """Return what must be done before a rank's n-th action begins, as (rank, action)."""
+        """Return the actions, as (rank, action), that must end before a rank's n-th begins."""
         taken = self.sources[rank][n : n + 1 + (n in self.overlapped_forwards(rank))]
         return [source for source in taken if source]
 
@@ -113,10 +113,10 @@ def stage_of(rank: int, chunk: int, p: int, v_shape: bool) -> int:
 def build(
     name: str, p: int, m: int, v: int = 1, group: int | None = None, overlaps: bool = False
 ) -> Schedule:
-    """Return the schedule of that name for p ranks, m micro-batches and v chunks a rank.
+    """Return the schedule of that name for p ranks, m micro-batches and v chunks per rank.
 
     group: for interleaved only. overlaps: F's overlap B's, for the names in OVERLAPPING. Raises
-    ValueError that names the rule that the sizes break.
+    ValueError, naming the rule, if the sizes break one.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is not a schedule: the schedules are {', '.join(NAMES)}")
@@ -146,27 +146,27 @@ def gpipe(p: int, m: int) -> Schedule:
         2  .  .  F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3 .  .  .  .
         3  .  .  .  F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3 .  .  .  .  .  .
 
-    Bubble (p-1)(F + B + W). Every rank holds all m micro-batches: it is there for comparison only
-    (Huang et al. 2019).
+    Bubble (p-1)(F + B + W). Every rank holds the activations of all m micro-batches: it is included
+    for comparison only (Huang et al. 2019).
     """
     return Schedule("gpipe", (_one_f_one_b(_actions("F", m), _backwards(m), m),) * p, m)
 
 
 def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
-    """Run a backward as soon as there is one: after the warm-up a forward and a backward in turn.
+    """Run a backward as soon as possible: after the warm-up, forwards and backwards alternate.
 
         0  F0 F1 F2 F3 .  .  .  .  .  .  B0 W0 .  B1 W1 .  B2 W2 .  B3 W3
         1  .  F0 F1 F2 .  .  .  .  B0 W0 F3 B1 W1 .  B2 W2 .  B3 W3 .  .
         2  .  .  F0 F1 .  .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3 .  .  .  .
         3  .  .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .  .  .  .  .  .
 
-    Bubble (p-1)(F + B + W), GPipe's; but rank r holds no more than min(m, p - r) micro-batches.
-    It has the fewest messages: take it when links are slow or m is large (Narayanan et al. 2021).
+    Bubble (p-1)(F + B + W), as GPipe's; but rank r holds at most min(m, p - r) micro-batches. It
+    has the fewest messages: use it when links are slow or m is large (Narayanan et al. 2021).
 
-    overlaps: the forward that precedes a backward overlaps it, so a rank has one more in its
-    warm-up. An output is handed on when both are done, so a micro-batch comes back from the next
-    rank two pairs after it left, and rank r holds up to min(m, 2(p - r) - 1) micro-batches and a
-    layer of the next one.
+    overlaps: each steady-state forward overlaps the backward after it. An output is sent when both
+    are done, so a micro-batch returns from the next rank two pairs after it was sent. The warm-up
+    is therefore longer, 2(p - r) - 1 forwards, and rank r holds up to min(m, 2(p - r) - 1)
+    micro-batches plus a layer of the next one.
     """
     f, b = _actions("F", m), _backwards(m)
     warm_up = [2 * (p - r - 1) + 1 if overlaps else p - r - 1 for r in range(p)]
@@ -179,15 +179,16 @@ def interleaved(
 ) -> Schedule:
     """Cut each rank's layers into v chunks, so that the pipeline fills v times as fast.
 
-    Chunk 1 is in lower case. Micro-batches pass chunk by chunk in groups, of p unless given:
+    Chunk 1 is in lower case. Micro-batches run chunk by chunk in groups, of p unless given:
 
         0  F0 F1 f0 f1 F2 .  b0 w0 F3 b1 w1 f2 B0 W0 f3 B1 W1 .  b2 w2 .  b3 w3 B2 W2 B3 W3
         1  .  F0 F1 f0 b0 w0 f1 b1 w1 F2 B0 W0 F3 B1 W1 f2 b2 w2 f3 b3 w3 B2 W2 B3 W3 .  .
 
-    Bubble (p-1)(F + B + W) / v, with F, B, W of a rank's v chunks together, at m a multiple of p.
-    Rank 0 holds 1 + (p-1)/(pv) times what 1F1B's holds; messages are v times as many. Take it when
-    links are fast, as inside a node. Warm-up and groups are Megatron's (Narayanan et al. 2021).
-    overlaps: as in one_f_one_b; the warm-up has one more forward, as Megatron's.
+    Bubble (p-1)(F + B + W) / v, with F, B, W of a rank's v chunks together, if m is a multiple of
+    p. Rank 0 holds 1 + (p-1)/(pv) times the activations of 1F1B; there are v times as many
+    messages. Use it when links are fast, as inside a node. Warm-up and groups are Megatron's
+    (Narayanan et al. 2021). overlaps: as in one_f_one_b; the warm-up has one more forward, as in
+    Megatron.
     v = 1 is 1F1B. Raises ValueError unless p <= group <= m and m mod group is 0 or at least p.
     """
     if v == 1:
@@ -212,16 +213,16 @@ def interleaved(
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Run 1F1B with each W where the rank would wait: a third of the bubble in 1F1B's memory.
+    """Run 1F1B with each W moved into idle time: a third of the bubble in 1F1B's memory.
 
         0  F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3
         1  .  F0 F1 F2 .  .  B0 F3 B1 W0 B2 W1 B3 W2 W3
         2  .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 B3 W1 W2 W3
         3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
 
-    Bubble (p-1)(F + B - W) at F = B = W from m = p on; fewer micro-batches fill less of it. Rank r
-    holds up to min(m, p) activations for B and W together, as 1F1B's rank 0 does. Take it when a
-    rank has too few layers to cut, or links too slow to cross v times (Qi et al. 2023).
+    Bubble (p-1)(F + B - W) at F = B = W for m >= p; fewer micro-batches fill less of it. Rank r
+    holds up to min(m, p) activations for B and W together, as rank 0 of 1F1B does. Use it when a
+    rank has too few layers to split, or links too slow to cross v times (Qi et al. 2023).
     """
     return _place_weights(replace(one_f_one_b(p, m), name="zb-h1", split=True), cap=p)
 
@@ -229,15 +230,15 @@ def zb_h1(p: int, m: int) -> Schedule:
 def zb_v(p: int, m: int) -> Schedule:
     """Fold the stages into a V: no bubble but the start-up, in 1F1B's memory.
 
-    Chunk 1, in lower case, comes back up the ranks, so that rank 0 has both ends:
+    Chunk 1, in lower case, goes back up the ranks, so that rank 0 has both ends:
 
         0  F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 .
         1  .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
 
-    Bubble (p-1) F of one chunk at F = B = W from m = p on: each rank starts one F after the rank
-    before, and from m = 2p - 1 on none waits again. Any rank holds up to 2p activations of a chunk,
-    the memory of p micro-batches. Take it when F, B and W are about equal (Qi et al. 2023). With
-    fewer than 2p - 1 micro-batches each W is done where the rank would wait.
+    Bubble (p-1) F of one chunk at F = B = W for m >= p: each rank starts one F after the previous
+    rank, and for m >= 2p - 1 no rank waits again. Any rank holds up to 2p activations of a chunk,
+    the memory of p micro-batches. Use it when F, B and W are about equal (Qi et al. 2023). With
+    fewer than 2p - 1 micro-batches each W is moved into idle time.
     """
     n = max(m, 2 * p - 1)
     ranks = []
@@ -248,29 +249,29 @@ def zb_v(p: int, m: int) -> Schedule:
         turns = [f0] * (2 * (p - r) - 1) + [f1, f0] * r + [f1, b1, w1] * (p - r)  # warm-up
         turns += [f0, b0, w0, f1, b1, w1] * (n - p)
         turns += [b0, b1] * r + [b0, w0] * (p - r) + [w1] * r + [w0] * r  # cool-down
-        actions = (next(at_turn, None) for at_turn in turns)  # None: there are only m of a kind
+        actions = (next(at_turn, None) for at_turn in turns)  # None: all m of that kind are placed
         ranks.append(tuple(action for action in actions if action))
     schedule = Schedule("zb-v", tuple(ranks), m, 2, split=True, v_shape=True)
     return schedule if m == n else _place_weights(schedule, cap=2 * p)
 
 
 def v_half(p: int, m: int) -> Schedule:
-    """Fold the stages into a V and hand activations back sooner: half of 1F1B's memory.
+    """Fold the stages into a V and free activations sooner: half of 1F1B's memory.
 
         0  F0 F1 F2 .  .  .  .  f0 b0 w0 .  f1 b1 w1 .  f2 b2 B0 w2 W0 .  B1 W1 B2 W2
         1  .  F0 F1 .  .  .  f0 F2 .  b0 f1 w0 .  b1 f2 w1 B0 b2 W0 w2 B1 W1 B2 W2 .
         2  .  .  F0 F1 .  f0 .  .  F2 f1 b0 w0 .  f2 b1 B0 w1 W0 b2 B1 w2 B2 W1 W2 .
         3  .  .  .  F0 f0 F1 f1 .  .  F2 .  b0 f2 B0 w0 b1 B1 W0 w1 b2 B2 W1 w2 W2 .
 
-    The F's and B's are in the order of one block, a micro-batch's F0 F1 B1 B0, repeated every 6
-    units of time: from rank to rank F0 and B1 move on after 2 units, F1 and B0 after 1, so that an
-    activation lives about half as long as in 1F1B. Then each W is done where the rank would wait.
+    The F's and B's follow one block, a micro-batch's F0 F1 B1 B0, repeated every 6 units of time:
+    from rank to rank F0 and B1 move on after 2 units, F1 and B0 after 1, so that an activation
+    lives about half as long as in 1F1B. Each W is then moved into idle time.
 
-    Bubble at most 3 (p-1) F of one chunk at F = B = W from m = p on, half of 1F1B's. Any rank holds
-    up to 2 ((p+2) // 2) activations of a chunk, the memory of (p+2) // 2 micro-batches. Take it
-    when memory decides (Qi, Wan, Amar, Lin 2024).
+    Bubble at most 3 (p-1) F of one chunk at F = B = W for m >= p, half of 1F1B's. Any rank holds up
+    to 2 ((p+2) // 2) activations of a chunk, the memory of (p+2) // 2 micro-batches. Use it when
+    memory is the limit (Qi, Wan, Amar, Lin 2024).
     """
-    # When F1, B1 and B0 begin on rank 0: as early as they can, a rank's four apart mod 6.
+    # When F1, B1 and B0 begin on rank 0: as early as possible, with a rank's four distinct mod 6.
     n = 3 * p
     at_turn, loss, back = (n - 2, n - 1, 2 * n - 2) if p % 2 else (n + 1, n + 3, 2 * n + 4)
     ranks = []
@@ -285,15 +286,16 @@ def v_half(p: int, m: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return only the forwards of a schedule: what an evaluation runs."""
+    """Return only the forwards of a schedule, for an evaluation."""
     ranks = tuple(tuple(a for a in rank if a.kind == "F") for rank in schedule.ranks)
     return replace(schedule, ranks=ranks, pairs=())
 
 
 def table(schedule: Schedule) -> str:
-    """Return a schedule as text: a row a rank, a column a unit of time (see slots), a dot to wait.
+    """Return a schedule as text: a row per rank, a column per time unit (see slots), a dot to wait.
 
-    F3 is the forward of micro-batch 3. Of two chunks the second is in lower case; more are a, b, ..
+    F3 is the forward of micro-batch 3. The second of two chunks is in lower case; more than two are
+    marked a, b, ...
     """
 
     def cell(action: Action | None) -> str:
@@ -310,14 +312,14 @@ def table(schedule: Schedule) -> str:
 
 
 def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None]]:
-    """Return what each rank does in each unit of time at F = B = W = 1 and send = 0 (None: wait).
+    """Return each rank's action in each time unit at F = B = W = 1 and send = 0 (None: wait).
 
-    cap: the schedule has no W's, and they are placed: a rank that would wait does its oldest W
+    cap: the schedule has no W's, and this places them: a rank that would wait does its oldest W
     instead, as does a rank whose next F would make it hold more than `cap` activations (for B and W
-    together). Raises ValueError if the ranks wait for one another.
+    together). Raises ValueError if the ranks deadlock.
     """
     grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
-    done: dict[tuple[int, Action], int] = {}  # in which unit
+    done: dict[tuple[int, Action], int] = {}  # the time unit in which it ends
     to_do = [
         deque(
             (a, schedule.inputs(r, n), n in schedule.overlapped_forwards(r))
@@ -354,28 +356,28 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
 
 
 def _place_weights(schedule: Schedule, cap: int) -> Schedule:
-    """Return the schedule with its W's placed anew by `slots`."""
+    """Return the schedule with its W's placed again by `slots`."""
     ranks = tuple(tuple(a for a in rank if a.kind != "W") for rank in schedule.ranks)
     grid = slots(replace(schedule, ranks=ranks), cap)
     return replace(schedule, ranks=tuple(tuple(a for a in row if a) for row in grid))
 
 
 def _actions(kind: str, m: int, v: int = 1, group: int | None = None) -> list[Action]:
-    """Return the actions of a kind by groups of micro-batches, chunk by chunk within a group."""
+    """Return the actions of one kind, group by group of micro-batches, chunk by chunk in each."""
     chunks = range(v) if kind == "F" else range(v - 1, -1, -1)
     groups = [range(i, min(i + (group or m), m)) for i in range(0, m, group or m)]
     return [Action(kind, chunk, i) for members in groups for chunk in chunks for i in members]
 
 
 def _backwards(m: int, v: int = 1, group: int | None = None) -> list[tuple[Action, Action]]:
-    """Return the backwards in order, each a B and its W."""
+    """Return the backwards in order, each as a B and its W."""
     return [(b, b._replace(kind="W")) for b in _actions("B", m, v, group)]
 
 
 def _one_f_one_b(
     f: list[Action], b: list[tuple[Action, Action]], warm_up: int
 ) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then a forward and a backward in turn to the end."""
+    """Return `warm_up` forwards, then alternating forwards and backwards to the end."""
     order = f[:warm_up]
     for forward, backward in zip_longest(f[warm_up:], b):
         if forward:
@@ -385,5 +387,5 @@ def _one_f_one_b(
 
 
 def _pairs(forwards: int, warm_up: list[int]) -> tuple[range, ...]:
-    """Return the numbers of the F's that `_one_f_one_b` puts before a B and its W, of each rank."""
+    """Return, for each rank, the indices of the F's that `_one_f_one_b` puts before a B and W."""
     return tuple(range(k, k + 3 * max(0, forwards - k), 3) for k in warm_up)

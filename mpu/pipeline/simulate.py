@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove a schedule and time it before anything runs: validate, simulate."""
+"""Validate a schedule and compute its timeline without a run: validate, simulate."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from mpu.pipeline.steps import Message, Step, blocking_steps, last_needed, plan
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run: the text names the rank, the action and what is broken."""
+    """A schedule that cannot be run: the message names the rank, the action and the fault."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, or any unit, of F, B and W of each stage, in stage order, and of one message."""
+    """Times, in any unit, of F, B and W of each stage, in stage order, and of one message."""
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
@@ -36,17 +36,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did when: simulated, or measured in a run."""
+    """The spans of each rank's actions: simulated, or measured in a run."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError unless the schedule can be run and gives the weights every other gives.
+    """Raise ScheduleError unless the schedule can be run and trains as every other schedule does.
 
     Each rank has every action once (or only its F's: see forward_only); F before B before W; B's
-    and W's of a chunk in micro-batch order, so that gradients add up in one order; B directly
-    before its W unless split; no rank waits for ever for an input; and `rehearse` passes.
+    and W's of a chunk are in micro-batch order, so that gradients are added in one order; B is
+    directly before its W unless split; no rank waits forever for an input; and `rehearse` passes.
     """
     kinds = "FBW" if any(a.kind != "F" for rank in schedule.ranks for a in rank) else "F"
     expected = list(product(kinds, range(schedule.chunks), range(schedule.micro_batches)))
@@ -78,12 +78,12 @@ def validate(schedule: Schedule) -> None:
 
 
 def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool = True) -> None:
-    """Raise ScheduleError unless the messages of a plan can be run.
+    """Raise ScheduleError unless the messages of a plan match and can be run.
 
     Each action's input must be received before it, and on every directed pair of ranks the n-th
-    receive must take what the n-th send gives. No receive may be posted before an action that its
-    sender needs. blocking: also execute all sends and receives, both sides of a message at once: no
-    rank may wait for ever.
+    receive must match the n-th send. No receive may be posted before an action that its sender
+    needs. blocking: also execute all sends and receives, both sides of a message at once: no rank
+    may wait forever.
     """
     gives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     takes: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -141,7 +141,7 @@ def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule's cost: times in the unit of the costs; a tuple has an entry for each rank."""
+    """The simulated cost of a schedule, in the unit of the costs; tuples have an entry per rank."""
 
     timeline: Timeline
     step: float  # from the first begin to the last end
@@ -156,11 +156,11 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: Costs, speed: Speed | None = None
 ) -> Simulation:
-    """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
-    An overlapped F takes as long as it does alone, then its B: what the two hide is not known here.
+    """Time a schedule: each rank runs its list in order and waits for inputs; sends do not block.
+    An overlapped F and its B are timed one after the other: the gain of overlap is unknown here.
 
     Peaks count activations, one for each micro-batch of a stage. An F holds nothing if the schedule
-    has no backward. speed: of ranks that slow each other down (play.py).
+    has no backward. speed: for ranks that slow each other down (play.py).
     """
     ones = [1.0] * schedule.stages
     timeline = Timeline(_time(schedule, costs, speed))
@@ -193,7 +193,7 @@ def _time(schedule: Schedule, costs: Costs, speed: Speed | None) -> tuple[tuple[
             seconds = cost[action.kind][stages[action.chunk]]
             after, late = list[tuple[int, int]](), 0.0
             for sender, given in schedule.inputs(rank, n):
-                # none: it waits for ever
+                # none: it waits forever
                 place = places[sender].get(given, len(places[sender]))
                 after.append((sender, place + 2 * (place in schedule.overlapped_forwards(sender))))
                 late = costs.send if sender != rank else late
@@ -213,10 +213,10 @@ def _time(schedule: Schedule, costs: Costs, speed: Speed | None) -> tuple[tuple[
 def peak_activations(
     schedule: Schedule, for_b: Sequence[float], for_w: Sequence[float]
 ) -> list[tuple[float, float, float]]:
-    """Return the most that each rank holds for its B's, for its W's, and for both at once.
+    """Return the peak that each rank holds for its B's, for its W's, and for both at once.
 
-    for_b, for_w: what an F leaves for its B, and a B for its W, of each stage. No time is needed: a
-    rank's list is in order.
+    for_b, for_w: the memory that an F keeps for its B, and a B for its W, of each stage. Times are
+    not needed: a rank runs its list in order.
     """
     return [_peaks(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))]
 
@@ -228,7 +228,7 @@ def _peaks(
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     split, last, deferred = schedule.split, schedule.stages - 1, schedule.deferred
     b = w = most_b = most_w = most = 0.0
-    overlapped = 0.0  # of an F, whose layers come as those of the B go
+    overlapped = 0.0  # memory of an overlapped F: it grows while that of the B is freed
     pairs = schedule.overlapped_forwards(rank)
     for n, (kind, chunk, _) in enumerate(schedule.ranks[rank] if trains else ()):
         stage = stages[chunk]

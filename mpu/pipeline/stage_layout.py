@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which part of the model each pipeline stage holds: cut L layers over p v stages.
 
-A model is one embedding, L layers and one head with the loss. By default the cut balances the
-ranks by what each part costs; it can also be written out:
+A model is one embedding, L layers and one head with the loss. By default the cut balances the cost
+of the ranks; it can also be given explicitly:
 
     "Et*3|(tt|)*2ttL"    Ettt | tt | tt | ttL        E embedding, t layer, L loss, | next stage
 """
@@ -16,8 +16,8 @@ from math import inf
 
 from mpu.pipeline.schedules import stage_of
 
-LONGEST = 100_000  # symbols of a layout written out: more is taken for a mistake
-DEEPEST = 100  # parentheses
+LONGEST = 100_000  # symbols of an expanded layout: a longer one is rejected as a mistake
+DEEPEST = 100  # the most parentheses
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """Return the numbers of its layers."""
+        """Return the indices of its layers."""
         return range(self.first, self.last)
 
 
@@ -49,8 +49,8 @@ def stages(
     """Cut the layers over p ranks of v stages each; return the p v stages in order.
 
     costs: of each layer, in any unit; embedding_cost and head_cost are in the same unit.
-    layout: the cut written out; else it balances the costs. Raises ValueError where the numbers do
-    not add up: no layer is ever dropped.
+    layout: an explicit cut; None: balance the costs. Raises ValueError if the layout does not match
+    the sizes, or a rank would hold nothing: no layer is ever dropped.
     """
     num_layers = len(costs)
     own = [[stage_of(rank, chunk, p, v_shape) for chunk in range(v)] for rank in range(p)]
@@ -74,10 +74,10 @@ def stages(
 def _balanced(
     costs: tuple[float, ...], own: list[list[int]], embedding_cost: float, head_cost: float
 ) -> list[int]:
-    """Return the number of layers of each stage that makes the slowest rank as fast as can be.
+    """Return the number of layers of each stage that minimises the work of the slowest rank.
 
-    own: the stages of each rank. The cut is optimal where layers are equal or a rank has one stage;
-    else it is the best that moving single layers finds.
+    own: the stages of each rank. The cut is optimal if all layers are equal or each rank has one
+    stage; else it is a local optimum with respect to moving single layers.
     """
     if len(set(costs)) <= 1:
         return _balanced_equal(costs, own, embedding_cost, head_cost)
@@ -93,10 +93,10 @@ def _balanced(
 def _balanced_equal(
     costs: tuple[float, ...], own: list[list[int]], embedding_cost: float, head_cost: float
 ) -> list[int]:
-    """Give each layer to the rank with the least work, and there to the stage with the least.
+    """Assign each layer to the rank with the least work, and there to the stage with the least.
 
-    As layers are equal, no other cut has a faster slowest rank. Among ranks with equal work one
-    that holds nothing comes first, then the later one, where fewer micro-batches wait for a B.
+    As layers are equal, no other cut has a faster slowest rank. Among ranks with equal work an
+    empty one comes first, then the later one, which holds fewer micro-batches' activations.
     """
     last = sum(map(len, own)) - 1
     counts = [0] * (last + 1)
@@ -114,22 +114,24 @@ def _balanced_equal(
     for _ in costs:
         rank = keys.index(min(keys))
         counts[min(own[rank], key=lambda s: (work([s]), -s))] += 1
-        keys[rank] = least(rank)  # no other rank's has changed
+        keys[rank] = least(rank)  # the keys of the other ranks are unchanged
     return counts
 
 
 def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list[int]:
     """Cut the layers into stages, each a rank of its own, by dynamic programming.
 
-    ends: work of each stage besides its layers. least: layers that every stage but the first and
-    the last must have. The slowest stage is as fast as can be; among such cuts the sum of the
-    squares of the stages' work is smallest.
+    ends: work of each stage besides its layers. least: the fewest layers of every stage but the
+    first and the last. The cut minimises the slowest stage's work, and among such cuts the sum of
+    squares of the stages' work.
     """
     total, stages, layers = [0.0, *accumulate(costs)], len(ends), len(costs)
 
     def best(value: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
-        """Return the least value of a cut with no stage above `limit`; value(before, work)."""
-        found = [0.0] + [inf] * layers  # [i]: of the first i layers on the stages so far
+        """Return the minimum of value(before, work) over cuts with no stage above `limit`, and the
+        layers of each stage.
+        """
+        found = [0.0] + [inf] * layers  # [i]: the minimum for the first i layers on stages so far
         froms: list[list[int]] = []
         for stage in range(stages):
             few = least if 0 < stage < stages - 1 else 0
@@ -193,7 +195,7 @@ def _improved(
 
 
 def _written(layout: str, num_layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage of a layout; raise ValueError where it does not add up."""
+    """Return the number of layers of each stage of a layout; raise ValueError if it is invalid."""
     texts = read_layout(layout)
     if len(texts) != stages:
         raise ValueError(f"it has {len(texts)} stages and {stages} are needed")
@@ -214,7 +216,7 @@ def read_layout(text: str) -> list[str]:
     """Expand a layout into one string of E, t and L for each stage.
 
     Commas and blanks are ignored; `*3` repeats the symbol or the parentheses before it.
-    Raises ValueError naming what it cannot read.
+    Raises ValueError, naming the text that it cannot parse.
     """
     words = re.findall(r"\d+|[^\s,]", text)
     if words.count("(") > DEEPEST:

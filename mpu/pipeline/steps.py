@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add the messages to a schedule: what a rank receives before each action and sends after it."""
+"""Add messages to a schedule: the receives before each action of a rank, and the send after it."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from mpu.pipeline.schedules import Action, Schedule, slots
 
 
 class Message(NamedTuple):
-    """What one action hands to another rank: the input of an F or B of rank `to`."""
+    """A tensor that one action sends to another rank: the input of an F or B of rank `to`."""
 
     kind: str  # F: an activation; B: the gradient of one
     chunk: int  # at the receiver
@@ -25,8 +25,8 @@ class Message(NamedTuple):
 class Step(NamedTuple):
     """One action of a rank, the receives posted before it, the send after it, and its stage.
 
-    overlapped: it is an F that runs interleaved with the B of the next step, before which nothing
-    is received.
+    overlapped: it is an F that runs interleaved with the B of the next step, which then posts no
+    receives of its own.
     """
 
     action: Action
@@ -42,13 +42,13 @@ def plan(schedule: Schedule, first: int = 0) -> tuple[tuple[Step, ...], ...]:
 
     first: the first stage in which anything trains. No gradient is sent to a stage before it.
 
-    All come from one linear order of the whole (see blocking_steps), in which no blocking
+    All derive from one linear order of all actions (see blocking_steps), in which no blocking
     point-to-point can deadlock. Receives, which do not block, are then posted one action earlier
-    than in that order, so that a transfer runs under the action before. One stays where that order
-    has it if its sender needs that action (see last_needed): posted before the action, it would
-    wait on the GPU for what the action has yet to make, and could hold the action up. Receives keep
-    their order on each pair of ranks, and never part a B from its W in a schedule that is not
-    split, nor an F from the B that it overlaps.
+    than in that order, so that a transfer overlaps the preceding action. A receive is not moved if
+    its sender depends on that action (see last_needed): posted before the action, it would wait on
+    the GPU for a result that the action has yet to produce, and could block the action. Receives
+    keep their order on each pair of ranks, and never separate a B from its W in a schedule that is
+    not split, nor an F from the B that it overlaps.
     """
 
     def moves(message: Message) -> bool:
@@ -78,15 +78,15 @@ def plan(schedule: Schedule, first: int = 0) -> tuple[tuple[Step, ...], ...]:
 
 
 def last_needed(schedule: Schedule) -> dict[Message, int]:
-    """Return, for each message, the last action of its receiver that must be done for its send.
+    """Return, for each message, the last action of its receiver on which its send depends.
 
-    It is the action's number in the receiver's list, or -1 where the sender needs none of them. An
-    action needs the ones before it on its rank, the one that makes its input, and all that these
-    need. No message needs what its receiver does with it, so the number is always below that of the
-    action that takes it; an F and the B that it overlaps are one action. The ranks must not wait
-    for one another (blocking_steps raises).
+    It is the action's index in the receiver's list, or -1 if the send depends on none of them. An
+    action depends on the earlier ones of its rank, on the one that computes its input, and on all
+    their dependencies. A message cannot depend on the action that uses it, so the index is always
+    below that action's; an F and the B that it overlaps count as one action. The schedule must not
+    deadlock (blocking_steps raises).
     """
-    needs = [list[np.ndarray]() for _ in schedule.ranks]  # rank, action: last of each rank
+    needs = [list[np.ndarray]() for _ in schedule.ranks]  # [rank][action]: the last of each rank
     at = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
     last, moved = dict[Message, int](), True
     while moved:
@@ -113,12 +113,12 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
 
 
 def blocking_steps(schedule: Schedule) -> list[list[Step]]:
-    """Return each rank's steps, with each receive at the place where its message is sent.
+    """Return each rank's steps, with each receive at the point where its message is sent.
 
-    Actions are ordered by unit time (see slots). Each action is followed by its send, and the
-    receiver receives at that very place, before its next action. Within a unit a receiver acts
-    before its sender where it can, so that nothing is received earlier than it must. Where B and W
-    are one backward, the B is directly before its W, and the F that overlaps it before the B.
+    Actions are ordered by time unit (see slots). Each action is followed by its send, and the
+    receiver receives at that point, before its next action. Within a unit a receiver acts before
+    its sender if it can, so that nothing is received earlier than necessary. If B and W are one
+    backward, the B is directly before its W, and the F that overlaps it before the B.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bucket: the flat weights and gradients of some parameters, and their life in a step.
+"""One bucket: the flat weights and gradients of some parameters, and their state during a step.
 
-A ParamBucket has the weights alone, which is all that frozen parameters have; a ParamAndGradBucket
-adds the gradients:
+A ParamBucket has only weights, as for frozen parameters; a ParamAndGradBucket adds the gradients:
 
-    begin_step             nothing is written; the uses that will give a gradient are counted
-    open_grad              main gradients have memory (from stage 2 on it comes and goes)
-    register_grad_ready    one use has given its gradient; is_ready: all have
-    start_grad_sync        layers write no more; the first collective of the sum starts
-    wait_and_start_next    the first is waited for, the second starts, ... (mpu/zero/reduce.py)
+    begin_step             no gradient is written; set the number of expected gradients
+    open_grad              allocate the main gradients (from stage 2 on they are freed again)
+    register_grad_ready    one use has added its gradient; is_ready: all have
+    start_grad_sync        no more gradients are written; start the first collective of the sum
+    wait_and_start_next    wait for the first, start the second, ... (mpu/zero/reduce.py)
     wait                   grad_shard holds the sum
 
 From ZeRO stage 1 on each rank owns an equal part [low, high) of every bucket. A rank keeps:
 
-    0   all weights and gradients; every rank gets every sum and makes every update
+    0   all weights and gradients; every rank gets every sum and updates everything
     1   the same; a sum arrives at its owner, which updates its part; then weights are gathered
     2   all weights, the sums it owns, and a buffer from a bucket's first gradient to its sum
-    3   as 2, but its part of the weights; a block's are gathered for use (mpu/zero/gather.py)
+    3   as 2, but only its part of the weights; each block is gathered for use (mpu/zero/gather.py)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
 
 
 class BucketState(Protocol):
-    """The optimizer's state of a bucket that is away between steps (mpu/optim/state_offload.py)."""
+    """A bucket's offloaded optimizer state (mpu/optim/state_offload.py)."""
 
     def fetch(self) -> None: ...
     def leave(self) -> None: ...
@@ -40,13 +39,13 @@ class BucketState(Protocol):
 
 @dataclass
 class LiveBytes:
-    """Bytes of the whole gradients that come and go in a step: now, and the peak so far."""
+    """Bytes of the unsharded gradients that are allocated during a step: now, and at the peak."""
 
     now: int = 0
     peak: int = 0
 
     def add(self, nbytes: int) -> None:
-        """Count memory that is taken, or, where nbytes is negative, freed."""
+        """Count allocated memory or, if nbytes is negative, freed memory."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
@@ -54,8 +53,7 @@ class LiveBytes:
 class ParamBucket:
     """The flat weights of some parameters, in their own dtype.
 
-    params: parameters by name. shared: the ranks that share it, None where this rank owns all of
-    it.
+    params: parameters by name. shared: the ranks that share it; None if this rank owns all of it.
     """
 
     def __init__(
@@ -65,12 +63,12 @@ class ParamBucket:
         self.params = [(name, params[name], offset) for name, offset, _ in layout.params]
         self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
         self.high = self.low + layout.own
-        self.block: Sequence[ParamBucket] = (self,)  # at stage 3: those that are gathered together
-        self.state: BucketState | None = None  # where it is in host memory between steps
-        self.weights: Tensor | None = None  # all of them, while they are whole
+        self.block: Sequence[ParamBucket] = (self,)  # at stage 3: buckets gathered together
+        self.state: BucketState | None = None  # set if it is in host memory between steps
+        self.weights: Tensor | None = None  # all of them, while they are unsharded
         self.gathering: Handle = DONE  # the gather of the weights
-        self.users = 0  # sharded: uses that have begun and not ended
-        self.waiting = 0  # uses whose gradients are still to come before the next sum
+        self.users = 0  # sharded: the number of uses that have not ended
+        self.waiting = 0  # gradients that are still missing before the next sum
         _, first, _ = self.params[0]
         if self.sharded:
             self.param_shard = first.new_zeros(self.high - self.low, requires_grad=False)
@@ -81,12 +79,12 @@ class ParamBucket:
 
     @property
     def length(self) -> int:
-        """Return its elements, the padding included."""
+        """Return the number of its elements, including padding."""
         return self.layout.length
 
     @property
     def sharded(self) -> bool:
-        """Return whether a rank keeps its share of the weights alone."""
+        """Return whether a rank keeps only its share of the weights."""
         return self.layout.sharded
 
     def view_params_in(self, flat: Tensor, copy: bool = False) -> None:
@@ -99,9 +97,9 @@ class ParamBucket:
             param.data = home
 
     def owned(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (name, low, high, offset) of each parameter of which this rank owns elements.
+        """Yield (name, low, high, offset) for each parameter of which this rank owns elements.
 
-        They are elements [low, high) of the bucket; the parameter begins at `offset`.
+        It owns elements [low, high) of the bucket; the parameter begins at `offset`.
         """
         for name, param, start in self.params:
             low, high = max(start, self.low), min(start + param.numel(), self.high)
@@ -112,9 +110,10 @@ class ParamBucket:
 class ParamAndGradBucket(ParamBucket):
     """The flat weights and gradients of some parameters, and the progress of the gradients' sum.
 
-    uses: gradients that the parameters give in one micro-batch. reduction, reduce_axes: over which
-    ranks their gradients are summed. main: the main gradients that layers find (GradientSink.main);
-    only open buckets have entries. live: counts the bytes of whole gradients, from stage 2 on.
+    uses: number of gradients of its parameters per micro-batch. reduction, reduce_axes: the ranks
+    over which their gradients are summed. main: the main gradients to which layers add
+    (GradientSink.main); only open buckets have entries. live: counts the bytes of unsharded
+    gradients, from stage 2 on.
     """
 
     def __init__(
@@ -130,12 +129,12 @@ class ParamAndGradBucket(ParamBucket):
         super().__init__(layout, params, reduction.shard if reduction.zero_stage else None)
         self.uses, self.reduction, self.reduce_axes = uses, reduction, reduce_axes
         self._main, self._live = main, live
-        self.rounds = 0  # sums that are still to start in this step
+        self.rounds = 0  # sums that have not started yet in this step
         self.plain = False  # a weight of it is used in plain autograd, without the sink
         self._summed = False  # grad_shard holds the sum of an earlier micro-batch
         self._steps: Iterator[Handle] = iter(())  # the collectives of its sum
-        self._handle: Handle | None = None  # the collective that is under way
-        self._leaving = 0  # bytes of whole gradients that are freed when it is over
+        self._handle: Handle | None = None  # the collective in flight
+        self._leaving = 0  # bytes of unsharded gradients that are freed after it
         device, how = self.param_shard.device, reduction
         self.grad: Tensor | None = None  # this rank's own sum over micro-batches, while it exists
         if how.zero_stage < 2:
@@ -150,7 +149,7 @@ class ParamAndGradBucket(ParamBucket):
     def begin_step(self, micro_batches: int, each: bool) -> None:
         """Start a step; each: buckets are summed after every micro-batch, else after the last.
 
-        Those that are summed over extra axes, or below stage 2, are always summed once a step.
+        Buckets that are summed over extra axes, or below stage 2, are always summed once per step.
         """
         each = each and not self.reduce_axes and self.reduction.zero_stage >= 2
         self.rounds = micro_batches if each else 1
@@ -158,7 +157,7 @@ class ParamAndGradBucket(ParamBucket):
         self._summed = False
 
     def open_grad(self) -> None:
-        """Give layers the bucket's main gradients, allocated where they have no memory."""
+        """Publish the bucket's main gradients to layers; allocate them if they have no memory."""
         if self.grad is None:
             grad = self.param_shard.new_empty(self.length, dtype=self.reduction.main_dtype)
             for low, high in gaps(self.layout):
@@ -169,7 +168,7 @@ class ParamAndGradBucket(ParamBucket):
             self._main[param] = self.grad[start : start + param.numel()].view(param.shape)
 
     def _close_grad(self) -> Tensor:
-        """Return the gradients; from stage 2 on layers cannot reach them any more."""
+        """Return the gradients; from stage 2 on layers can no longer access them."""
         grad = self.grad
         assert grad is not None
         if self.reduction.zero_stage >= 2:
@@ -179,7 +178,7 @@ class ParamAndGradBucket(ParamBucket):
         return grad
 
     def register_grad_ready(self) -> None:
-        """Count one use of a parameter: it has given its whole gradient of one micro-batch."""
+        """Count one use of a parameter whose gradient of one micro-batch is complete."""
         assert self.rounds, "a parameter gave a gradient after its bucket was sent"
         self.waiting -= 1
         if self.state is not None and not self.waiting and self.rounds == 1:
@@ -187,7 +186,7 @@ class ParamAndGradBucket(ParamBucket):
 
     @property
     def is_ready(self) -> bool:
-        """True when no gradient is missing and the sum may start during backward."""
+        """Return whether no gradient is missing and the sum may start during backward."""
         return not self.waiting and not self.reduce_axes
 
     def start_grad_sync(self) -> None:
@@ -204,13 +203,13 @@ class ParamAndGradBucket(ParamBucket):
             earlier=self._summed,
             last=not self.rounds,
         )
-        self._handle = next(self._steps)  # here the reduce-scatter starts (sum_over_data)
+        self._handle = next(self._steps)  # starts the reduce-scatter (sum_over_data)
         self._summed = True
         if self.rounds:
             self.waiting = self.uses
 
     def wait_and_start_next(self) -> None:
-        """Wait for the collective that is under way, if any, and start the next one, if any."""
+        """Wait for the collective in flight, if any, and start the next one, if any."""
         if self._handle is None:
             return
         self._handle.wait()

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay a rank's parameters out in flat buckets: how they are shared, and where each is.
+"""Lay a rank's parameters out in flat buckets: which ranks share them, and at which offsets.
 
-Pure arithmetic, the same on every rank that shares a bucket. One collective moves a bucket. The
+Pure arithmetic, the same on every rank that shares a bucket. One collective covers a bucket. The
 parameters of a bucket are cut over the same axis, so the same ranks hold the same part of them: a
 bucket's gradients are summed over those ranks, which share it equally (Sharing). Parameters are in
-reverse definition order, which is about the order in which backward finishes them, each at a
+reverse definition order, approximately the order in which backward finishes them, each at a
 multiple of BLOCK elements. A bucket's length is a multiple of BLOCK times the number of ranks, so
-that a share is whole blocks. A bucket has
+that a share consists of whole blocks. A bucket has
 
     stages 0 to 2   parameters of one pipeline chunk, until there are `size` elements
-    stage 3         parameters of one transformer block, or neighbours outside of any block
-    late            parameters whose gradients come when backward is over (a deferred output layer)
-    last            parameters whose gradient is summed over another axis too (tied embeddings over
-                    the ends of a pipeline, norms under sequence parallelism), one bucket an axis
+    stage 3         parameters of one transformer block, or adjacent ones outside of any block
+    late            parameters whose gradients are computed after backward (a deferred output layer)
+    last            parameters whose gradient is also summed over another axis (tied embeddings over
+                    the ends of a pipeline, norms under sequence parallelism), one bucket per axis
 
-Frozen parameters (requires_grad is False) share buckets with one another alone. Such a bucket has
-weights and nothing else. Below stage 3 no rank owns a part of it, as nobody updates it.
+Frozen parameters (requires_grad is False) have separate buckets, which contain only weights. Below
+stage 3 such a bucket is not divided among ranks, as it is never updated.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,10 +37,10 @@ class ZeroConfig:
     """How gradients and weights are shared among data-parallel ranks."""
 
     zero_stage: int = 0
-    bucket_size: int = 0  # elements of a bucket, about; 0: automatic
+    bucket_size: int = 0  # approximate elements of a bucket; 0: automatic
     overlap_grad_reduce: bool = True  # reduce a bucket during backward; else all of them after it
     overlap_param_gather: bool = False  # prefetch weights during the computation before their use
-    # reduce after every micro-batch, not once a step (stages 2 and 3; other bits)
+    # reduce after every micro-batch, not once per step (stages 2 and 3; changes the bits)
     reduce_each_micro_batch: bool = False
     grad_reduce_dtype: torch.dtype | None = None  # dtype on the wire; None: the accumulation dtype
     # dtype of a rank's own accumulation over micro-batches; None: the accumulation dtype
@@ -54,8 +54,8 @@ class Sharing(NamedTuple):
     """Which ranks sum a bucket's gradients and share its state.
 
     cut: the axis that cuts its parameters. data: the axis of the ranks that hold the same part of
-    them (mpu.grid.DATA), over which gradients are summed. ranks: how many these are. shard: how
-    many of them share one instance of the state. zero_stage: in effect; 0 where nobody shares.
+    them (mpu.grid.DATA), over which gradients are summed. ranks: the number of these ranks. shard:
+    the number of ranks that share one instance of the state. zero_stage: in effect; 0 for shard 1.
     """
 
     cut: str = "tp"
@@ -66,7 +66,7 @@ class Sharing(NamedTuple):
 
 
 def sharing_of(cut: str, ranks: int, shard: int, zero_stage: int) -> Sharing:
-    """Return the sharing of what an axis of the grid cuts; zero_stage: that which is asked for."""
+    """Return the sharing of parameters cut by an axis of the grid; zero_stage: as requested."""
     return Sharing(cut, DATA[cut], ranks, shard, zero_stage if shard > 1 else 0)
 
 
@@ -80,18 +80,18 @@ class ParamEntry(NamedTuple):
     axes: tuple[str, ...] = ()
     cut: str = "tp"  # the axis that cuts it
     group: str = ""  # the model's parameter group, for the optimizer
-    late: bool = False  # its last gradient comes after those of all other parameters of the rank
+    late: bool = False  # its last gradient is computed after those of the rank's other parameters
     frozen: bool = False  # it has no gradient, and is reduced over no axis
 
     def as_frozen(self) -> "ParamEntry":
-        """Return what a frozen parameter has of this."""
+        """Return the entry of the same parameter, if it is frozen."""
         return self._replace(axes=(), late=False, frozen=True)
 
 
 def entries_of(
     named: Iterable[tuple[str, nn.Parameter]], chunk_of: Callable[[str], int] = lambda name: 0
 ) -> list[ParamEntry]:
-    """Return a module's parameters as `make_buckets` takes them, in definition order.
+    """Return a module's parameters as entries for `make_buckets`, in definition order.
 
     named: module.named_parameters(). chunk_of(name): the pipeline chunk of a parameter.
     """
@@ -126,12 +126,12 @@ class BucketLayout(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Return the elements that a rank owns: its share, at stage 0 all."""
+        """Return the number of elements that a rank owns: its share; at stage 0 all."""
         return self.length // self.sharing.shard if self.sharing.zero_stage else self.length
 
     @property
     def sharded(self) -> bool:
-        """Return whether a rank keeps its share of the weights alone, gathered for each use."""
+        """Return whether a rank keeps only its share of the weights, gathered for each use."""
         return self.sharing.zero_stage == 3 and not self.axes
 
     def runs(self, separate: Collection[str] = ()) -> list[tuple[int, int, str]]:
@@ -166,14 +166,14 @@ def block_of(name: str) -> str:
 def make_buckets(
     entries: Sequence[ParamEntry], size: int, sharing: Mapping[str, Sharing]
 ) -> list[BucketLayout]:
-    """Put parameters, given in definition order, into buckets, in the order of their sums.
+    """Put parameters, given in definition order, into buckets, in the order of their reduction.
 
-    size: elements a bucket, about. sharing: by the axis that cuts a parameter; a bucket is padded
-    to whole blocks for each rank of it.
+    size: approximate elements per bucket. sharing: by the axis that cuts a parameter; a bucket is
+    padded to whole blocks for each rank of it.
     """
     groups: list[list[ParamEntry]] = []
     summed_twice: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
-    latest: dict[tuple[str, bool], list[ParamEntry]] = {}  # the group that a kind adds to
+    latest: dict[tuple[str, bool], list[ParamEntry]] = {}  # the current group of each kind
     ordered = sorted(reversed(entries), key=lambda e: (e.late, -e.chunk))
     for entry in ordered:
         if entry.axes:
@@ -190,7 +190,7 @@ def make_buckets(
             groups.append(latest[kind])
         latest[kind].append(entry)
     at = {entry.name: i for i, entry in enumerate(ordered)}
-    groups.sort(key=lambda group: at[group[-1].name])  # a bucket leaves with its last parameter
+    groups.sort(key=lambda group: at[group[-1].name])  # a bucket is ready with its last parameter
     groups += [
         summed_twice[key]
         for key in sorted(summed_twice, key=lambda key: (_tp_last(key[0]), key[1]))
@@ -224,7 +224,7 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing) -> BucketLayout:
 
 
 def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
-    """List the padding [low, high) between a bucket's parameters and after the last."""
+    """Return the padding [low, high) between a bucket's parameters and after the last."""
     ends = [offset + numel for _, offset, numel in layout.params]
     starts = [offset for _, offset, _ in layout.params[1:]] + [layout.length]
     return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]

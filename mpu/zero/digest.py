@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digest gradients and weights where they are: a few numbers a tensor, the same for every layout.
+"""Digests of gradients and weights: a few numbers per tensor, the same for every layout.
 
     exact     sum over the elements of bits x row key x column key, modulo 2^64
     sketch    the norm, and two sums of the elements with random signs: row sign x column sign
 
-Keys and signs follow from the tensor's canonical name and the element's place in the whole tensor,
-so the parts that ranks hold add up, however the tensor is cut: each rank digests what it owns, and
-one sum over all ranks of these few numbers completes them. A flipped bit always changes the exact
-sum, as keys are odd. A sketch's sums are as far apart as two tensors are, on average (Alon, Matias
-and Szegedy 1996; signs that are products of two are the sketch of Braverman et al. 2010).
+Keys and signs depend only on the tensor's canonical name and the element's position in the whole
+tensor, so the digests of the ranks' parts add up, however the tensor is cut: each rank digests the
+elements that it owns, and one sum over all ranks of these few numbers completes them. A flipped bit
+always changes the exact sum, as keys are odd. The difference of two sketches is on average that of
+the tensors (Alon, Matias and Szegedy 1996; signs that are products of two are the sketch of
+Braverman et al. 2010).
 
-`digest_of` is the exact sum of one rank's tensor alone, by which replicas are compared
-(replica_check.py).
+`digest_of` is the exact sum of a single rank's tensor, for comparing replicas (replica_check.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,19 +29,19 @@ from mpu.param import placement_of
 from mpu.zero.bucket import ParamAndGradBucket
 
 SIGNS = 2  # sums with random signs
-# elements that are widened to 64 bits at a time: on a CPU they stay in its cache, elsewhere
-# launches are few
+# elements that are widened to 64 bits at a time: few enough for the cache of a CPU; elsewhere
+# enough for few launches
 AT_ONCE, LARGE = 1 << 16, 1 << 22
-ROW = 1 << 10  # elements of a row of a tensor that is digested by itself
+ROW = 1 << 10  # elements per row in `digest_of`
 WIDTHS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LABEL = Label("digests", "digests")
 KINDS = ("gradient", "weight")
 
 
 def keys(text: str, first: int, count: int, device: torch.device) -> Tensor:
-    """Return odd 64-bit numbers for places first, first + 1, ...: SplitMix64 (Steele et al. 2014).
+    """Return odd 64-bit keys for places first, first + 1, ...: SplitMix64 (Steele et al. 2014).
 
-    text: names the sequence.
+    text: the name of the sequence, from which it is seeded.
     """
     seed = 0xCBF29CE484222325  # FNV-1a
     for byte in text.encode():
@@ -58,12 +58,12 @@ def _signed(value: int) -> int:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift to the right without the sign."""
+    """Shift right logically, without the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def signs(key: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-    """Return 1 or -1 for each key, from another bit of it for each number."""
+    """Return 1 or -1 for each key, from a bit of it that `number` selects."""
     return (((key >> (40 + number)) & 1) * 2 - 1).to(dtype)
 
 
@@ -80,10 +80,10 @@ class _Cut(NamedTuple):
 
 
 class StateDigest:
-    """Digests the gradients and the weights, or masters, of one run. Every rank makes the calls.
+    """Digests the gradients and the weights, or masters, of one run. Collective.
 
     optimizer: mpu.optim.optimizer.Optimizer. table: the canonical names of each parameter. names:
-    those of all tensors of the model, in the order of what `run` returns.
+    those of all tensors of the model, in the order of the results of `run`.
     """
 
     def __init__(self, grid: Grid, optimizer: Any, table: Mapping[str, Sequence[str]]) -> None:
@@ -105,9 +105,10 @@ class StateDigest:
         table: Mapping[str, Sequence[str]],
         number: Mapping[str, int],
     ) -> Iterator[tuple[int, int, int, _Cut]]:
-        """Yield (low, high, start, cut): elements [low, high) of the bucket are of this rank to do.
+        """Yield (low, high, start, cut) for elements [low, high) of the bucket that this rank must
+        digest.
 
-        Where several ranks own the same elements, each does an equal part.
+        If several ranks own the same elements, each digests an equal part.
         """
         params = {name: param for name, param, _ in bucket.params}
         for name, low, high, start in bucket.owned():
@@ -154,7 +155,7 @@ class StateDigest:
     def _add(
         self, values: Tensor, first: int, cut: _Cut, exact: Tensor, sketch: Tensor, kind: int
     ) -> None:
-        """Add elements [first, ...) of a flat local parameter, as far as they are in the cut."""
+        """Add the elements [first, ...) of a flat local parameter that are in the cut."""
         end, at = first + len(values), cut.number
         row = max(0, (first - cut.base) // cut.stride)
         while row < cut.rows and (begin := cut.base + row * cut.stride) < end:
@@ -163,7 +164,7 @@ class StateDigest:
                 row += 1
                 continue
             rows = 1
-            if low == begin and high - low == cut.width:  # as many whole rows as there are
+            if low == begin and high - low == cut.width:  # all whole rows at once
                 rows = min(cut.rows - row, 1 + (end - high) // cut.stride)
             size = (rows, high - low)
             x = values.as_strided(size, (cut.stride, 1), values.storage_offset() + low - first)
@@ -181,8 +182,8 @@ class StateDigest:
 
 
 def digest_of(values: Tensor) -> Tensor:
-    """Return the exact digest of one tensor, of rows of ROW elements: an int64 scalar on its
-    device, without waiting. It is the same for equal bits of one dtype and size, in any shape.
+    """Return the exact digest of one tensor, as rows of ROW elements: an int64 scalar on its
+    device, without waiting. It depends on the bits, dtype and size, but not on the shape.
     """
     flat, device = values.detach().view(-1), values.device
     by_column, full = keys("column", 0, ROW, device), len(flat) // ROW
@@ -197,9 +198,9 @@ def digest_of(values: Tensor) -> Tensor:
 def add(
     x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor | None = None
 ) -> None:
-    """Add rows x [n, m] with keys by_row [n], by_column [m] to an exact sum, and to a sketch's.
+    """Add rows x [n, m] with keys by_row [n], by_column [m] to an exact sum, and to a sketch.
 
-    sums [3]: of the squares, then with signs. fp32 and fp64 on a CPU go through csrc/digest.cpp.
+    sums [3]: of squares, then with signs. fp32 and fp64 on a CPU use csrc/digest.cpp.
     """
     library, kind = native.load(), (torch.float32, torch.float64)
     takes = x.is_cpu and x.dtype in kind and hasattr(library, "weft_digest")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are frozen, as all ranks know it: those with `requires_grad` False.
+"""Which parameters are frozen, that is have `requires_grad` False, on all ranks.
 
-A model says so where it makes a parameter, `weight.requires_grad_(False)`. A rank sees its own
-stages of a pipeline; what needs the others' (where backward ends, what a checkpoint records) is
-gathered here, once.
+A model freezes a parameter by `weight.requires_grad_(False)` when it creates it. A rank only has
+its own stages of a pipeline; the information about all stages (where backward ends, the record in a
+checkpoint) is gathered here, once.
 """
 
 import json
@@ -20,11 +20,11 @@ from mpu.param import PlacementError, placement_of
 
 
 class Frozen(NamedTuple):
-    """What of the whole model is frozen.
+    """The frozen parameters of the whole model.
 
-    names: of parameters, sorted; those of all stages, tied ones by the first end's. chunks:
+    names: of parameters of all stages, sorted; tied ones by their name on the first stage. chunks:
     (pipeline rank, chunk) of each stage in which nothing trains. overruled: names of tied
-    parameters of which the model says something else at the last end than at the first.
+    parameters whose requires_grad on the last stage differs from that on the first.
     """
 
     names: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ def agree(
     grid: Grid,
     device: torch.device,
 ) -> Frozen:
-    """Return what is frozen, and let the first end of tied embeddings decide for both. Collective.
+    """Return the frozen parameters; for tied embeddings the first stage decides. Collective.
 
-    A loop over the names of a model sees tied embeddings by the first end's name on one rank, so
-    that name counts in a pipeline too. Raises PlacementError where nothing trains, and where ranks
-    do not freeze the same parameters of a stage.
+    Without a pipeline, a loop over a model's parameters yields tied embeddings by the name on the
+    first stage, so that name is used with a pipeline too. Raises PlacementError if nothing trains,
+    or if ranks do not freeze the same parameters of a stage.
     """
     tied = [name for name, param in params.items() if placement_of(param).copies]
     found = {name: [chunk_of(name), not param.requires_grad] for name, param in params.items()}

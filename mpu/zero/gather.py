@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO stage 3: each rank keeps its part of the weights, and a block's are gathered for their use.
+"""ZeRO stage 3: each rank keeps its part of the weights; a block's weights are gathered for use.
 
-    acquire(block i)    reshard blocks that are out of use; unshard block i unless that has begun,
-                        and block i+1 where gathers run ahead; the caller waits for block i's
+    acquire(block i)    reshard blocks that are not in use; unshard block i unless that has begun,
+                        and block i+1 if prefetch is on; the caller waits for block i's gather
 
-A block has several buckets where it mixes frozen and trained weights, which share no bucket.
-The next block is known from an earlier pass of the same kind: the order of uses, forward and
-backward, is recorded and followed. Where it differs a block is gathered when it is asked for, and
-the new order is recorded. All ranks use their blocks in one order, so they gather in one order.
+A block has several buckets if it mixes frozen and trained weights, which do not share buckets.
+The next block is known from an earlier pass of the same kind: the order of uses, in forward and
+backward, is recorded and followed. If it differs, a block is gathered when it is requested, and
+the new order is recorded. All ranks use their blocks in the same order, so they gather in the same
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,9 @@ from mpu.zero.bucket import ParamBucket
 class Gatherer:
     """Gathers the weights of sharded buckets before their use and frees them after it.
 
-    ahead: gather the next block under the computation of this one. keep: keep gathered weights
-    until this step's gradients of them are done. unsharded: the buckets whose weights are whole.
-    peak: the most bytes of whole weights at once.
+    ahead: prefetch the next block during the computation of this one. keep: keep gathered weights
+    until their gradients of this step are complete. unsharded: the buckets whose weights are
+    gathered. peak: the most bytes of gathered weights at once.
     """
 
     def __init__(self, ahead: bool, keep: bool) -> None:
@@ -51,7 +52,7 @@ class Gatherer:
             self.reshard(bucket)
 
     def acquire(self, bucket: ParamBucket) -> None:
-        """Begin a use: start the gathers of this bucket and, if `ahead`, of the next one."""
+        """Begin a use: start the gathers of this bucket's block and, if `ahead`, of the next."""
         bucket.users += 1
         if self._current is not None and bucket.block is self._current.block:
             return
@@ -71,8 +72,8 @@ class Gatherer:
         bucket.users -= 1
 
     def reshard_if_unused(self, bucket: ParamBucket) -> None:
-        """Free the weights of a bucket that this step needs no more, unless they are in use, or are
-        gathered together with others.
+        """Free the weights of a bucket that this step no longer needs, unless they are in use or
+        are gathered together with other buckets.
         """
         if bucket in self.unsharded and not bucket.users and len(bucket.block) == 1:
             self.reshard(bucket)
@@ -88,7 +89,7 @@ class Gatherer:
     def unshard(self, bucket: ParamBucket) -> None:
         """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use.
 
-        Where gathers do not run ahead, this waits.
+        Without `ahead` this waits for the gather.
         """
         assert bucket.shard is not None
         weights = bucket.param_shard.new_empty(bucket.length)
@@ -102,7 +103,7 @@ class Gatherer:
         self.peak = max(self.peak, live)
 
     def reshard(self, bucket: ParamBucket) -> None:
-        """Free a bucket's whole weights."""
+        """Free a bucket's gathered weights."""
         _hide(bucket)
         self.unsharded.remove(bucket)
         if self._current in bucket.block:
@@ -112,8 +113,8 @@ class Gatherer:
 def fill(buckets: Sequence[ParamBucket]) -> Iterator[set[str]]:
     """Yield the parameter names of each sharded bucket in turn.
 
-    These parameters may be written until the next names are asked for; then this rank keeps its
-    part of them.
+    These parameters may be written until the generator is resumed, which keeps this rank's part of
+    them.
     """
     for bucket in buckets:
         if bucket.sharded:
@@ -125,7 +126,7 @@ def fill(buckets: Sequence[ParamBucket]) -> Iterator[set[str]]:
 
 
 def _hide(bucket: ParamBucket) -> None:
-    """Free the whole weights; the parameters read as NaN until the next gather."""
+    """Free the gathered weights; the parameters read as NaN until the next gather."""
     bucket.gathering.wait()
     bucket.weights = None
     nothing = bucket.param_shard.new_full((1,), torch.nan)

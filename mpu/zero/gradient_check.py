@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a run's first gradients against what the parameters' placements say.
+"""Check a run's first gradients against the parameters' placements.
 
-Several ranks hold a replicated weight: those of tp, of ep or, where it is tied, those of embd.
+Several ranks hold a replicated weight: those of tp, of ep or, if it is tied, those of embd.
 
-    its Placement says      the ranks' gradients    then
-    whole on each rank      agree                   right
+    Placement               the ranks' gradients    result
+    whole on each rank      agree                   correct
     whole on each rank      differ                  PlacementError: a sum is missing
-    partial over the axis   differ                  right
+    partial over the axis   differ                  correct
     partial over the axis   agree                   warning: they may have been summed before
 
-Ranks compare a sketch of each gradient, 65 numbers, not the gradient (Charikar et al. 2002). One
-collective over each such axis and one over all ranks do it, once. A weight whose gradient is still
-zero is looked at again in the next steps. No gradient is changed.
+Ranks compare a sketch of each gradient, 65 numbers, not the gradient (Charikar et al. 2002). This
+takes one collective over each such axis and one over all ranks, once. A weight whose gradient is
+still zero is checked again in the next steps. No gradient is changed.
 """
 
 import json
@@ -28,7 +28,7 @@ from mpu.grid import DATA, Grid
 from mpu.param import PlacementError, placement_of
 from mpu.zero.bucket import ParamAndGradBucket
 
-STEPS = 10  # looks at a weight whose gradient is zero, at most
+STEPS = 10  # the most steps in which a weight with a zero gradient is checked again
 REMEDY = (
     "say where it is used, as in RMSNorm(d, ctx=ctx, region=Region.TENSOR_PARALLEL) on a shard of "
     "heads or features; docs/forking.md"
@@ -36,14 +36,14 @@ REMEDY = (
 
 
 class GradientCheck:
-    """Compare the gradients of replicated weights over the ranks that hold them; see above.
+    """Compares the gradients of replicated weights over the ranks that hold them; see above.
 
     grid: of the run. warn: called on rank 0 with a line for each warning.
     """
 
     def __init__(self, grid: Grid, warn: Callable[[str], None] = print) -> None:
         self.grid, self.warn, self.steps = grid, warn, 0
-        self.unwritten: set[str] = set()  # parameters to which no layer gave a gradient
+        self.unwritten: set[str] = set()  # parameters without a gradient
         self._decided: set[tuple[str, str]] = set()  # (axis, parameter)
         self._partial: dict[str, Tensor] = {}  # sketches from before the sums
 
@@ -54,7 +54,7 @@ class GradientCheck:
                 self._partial[name] = sketch(bucket.grad[start : start + param.numel()])
 
     def finish(self, buckets: Sequence[ParamAndGradBucket], device: torch.device) -> bool:
-        """Compare, after all sums. Return whether nothing is left to look at.
+        """Compare, after all sums. Return whether the check is complete.
 
         Raises PlacementError, on every rank, for gradients that should agree and do not.
         """
@@ -100,7 +100,7 @@ class GradientCheck:
     def _sketches(
         self, buckets: Sequence[ParamAndGradBucket], axis: Axis
     ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield (name, parameter, sketch) of the weights that the ranks of the axis all hold."""
+        """Yield (name, parameter, sketch) of the weights that all ranks of the axis hold."""
         for bucket in buckets:
             owned = {name: (low, high) for name, low, high, _ in bucket.owned()}
             for name, param, _ in bucket.params:
@@ -113,7 +113,7 @@ class GradientCheck:
                     yield name, param, sketch(bucket.grad_shard[low:high])
 
     def _unwritten_lines(self) -> list[str]:
-        """Return warnings of the parameters without a gradient in the first step."""
+        """Return warnings about parameters without a gradient in the first step."""
         if self.steps > 1:
             return []
         return [
@@ -125,7 +125,7 @@ class GradientCheck:
     def _report(
         self, errors: list[str], warnings: list[str], pending: bool, device: torch.device
     ) -> bool:
-        """Let all ranks know what each found: raise, warn, and return whether all is decided."""
+        """Exchange the findings of all ranks: raise, warn, and return whether all is decided."""
         own = json.dumps([errors, warnings, pending]).encode()
         every = [json.loads(text) for text in gather_bytes(own, self.grid.world, device)]
         wrong = sorted({line for found, _, _ in every for line in found})
@@ -139,8 +139,8 @@ class GradientCheck:
 
 
 def check_registered(module: nn.Module) -> None:
-    """Raise PlacementError where a module holds a tensor that wants a gradient and is no parameter
-    of it.
+    """Raise PlacementError if a module holds a tensor that requires a gradient but is not one of
+    its parameters.
     """
     if hidden := unregistered(module):
         raise PlacementError(
@@ -151,7 +151,9 @@ def check_registered(module: nn.Module) -> None:
 
 
 def unregistered(module: nn.Module) -> str:
-    """Return where a module holds a tensor that wants a gradient and is no parameter, or ""."""
+    """Return the name of an attribute that holds a tensor that requires a gradient but is not a
+    parameter, or "".
+    """
     known = set(module.parameters())
 
     def inside(value: object) -> bool:

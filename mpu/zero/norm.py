@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global norm of the gradients, or of other flat tensors laid out as the buckets are.
+"""The global norm of the gradients, or of other flat tensors with the layout of the buckets.
 
-Norms of blocks of fixed size are gathered from their owners; their squares are added in order,
-which gives one number a parameter. These are summed in rank order over the axis that cuts the
-parameters, then over the whole model's parameters by name. As no block has two parameters, the bits
-do not depend on how buckets are cut or shared, nor on the pipeline.
+Norms of fixed-size blocks are gathered from their owners; their squares are added in order, which
+gives one number per parameter. These are summed in rank order over the axis that cuts the
+parameters, then over the whole model's parameters by name. As no block contains two parameters, the
+bits do not depend on how buckets are cut or shared, nor on the pipeline.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ NORM = Label("optimizer", "norm")
 
 
 class GlobalNorm:
-    """Takes the 2-norm of flat tensors, one a bucket: the part of it that this rank owns.
+    """Computes the 2-norm of flat tensors, one per bucket: the part of it that this rank owns.
 
-    Each element of the model counts once: what several ranks hold is counted by the first of them.
-    buckets: of the parameters in question; a stage of the pipeline may have none. names: of all
-    stages' parameters, sorted. numels: how many elements each has, on all ranks together and
-    without padding.
+    Each element of the model counts once: replicas are counted by the first rank that holds them.
+    buckets: of the parameters to include; a stage of the pipeline may have none. names: of all
+    stages' parameters, sorted. numels: the number of elements of each, over all ranks and without
+    padding.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GlobalNorm:
         self.pp, self._device = grid.pp, device
         ways = dict.fromkeys(bucket.layout.sharing for bucket in buckets)
         parts = [_Part(module, buckets, how, grid.data(how.cut).cut) for how in ways]
-        self._parts = [part for part in parts if part.names]  # else the first end counts them
+        self._parts = [part for part in parts if part.names]  # tied weights count on the first end
         # names are the same in every layout
         numels = {name: prod(placement_of(p).shape) for name, p in module.named_parameters()}
         text = "\n".join(f"{name} {numels[name]}" for part in self._parts for name in part.names)
@@ -77,8 +77,8 @@ class _Part:
         mine = [buckets[i] for i in self._at]
         self._shard = mine[0].shard
         device = mine[0].param_shard.device
-        home = device if device.type == "meta" else torch.device("cpu")  # where the index is made
-        where: dict[nn.Parameter, Tensor] = {}  # its blocks among all that are gathered: int64 [n]
+        home = device if device.type == "meta" else torch.device("cpu")  # where to make the index
+        where: dict[nn.Parameter, Tensor] = {}  # its blocks' indices among all gathered: int64 [n]
         total = sum(bucket.high - bucket.low for bucket in mine) // BLOCK
         base = 0
         for bucket in mine:
@@ -90,7 +90,7 @@ class _Part:
             base += part
         self.names: list[str] = []
         order: list[Tensor] = []
-        counted: list[bool] = []  # of each parameter, as its length in blocks
+        counted: list[bool] = []  # for each parameter: whether this rank counts it
         lengths: list[int] = []
         for name, param in module.named_parameters():
             placement = placement_of(param)
@@ -109,7 +109,7 @@ class _Part:
         self._lengths = each.to(device)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the square of each parameter's norm, of all ranks that have a part of it."""
+        """Return the square of each parameter's norm, over all ranks that hold a part of it."""
         flat = [tensors[i].view(-1, BLOCK) for i in self._at]
         blocks = [torch.linalg.vector_norm(t, dim=1).double() for t in flat]
         every = torch.cat(blocks).to(self._order.device)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a rank's weights and gradients in flat buckets, and sum buckets in one order on every rank.
+"""A rank's weights and gradients in flat buckets, reduced in the same order on every rank.
 
 mpu/zero/bucket_layout.py decides which parameters share a bucket, mpu/zero/bucket.py has one
 bucket's state, mpu/zero/reduce.py sums it.
 
     last micro-batch      ... ready(p) ready(p) | bucket 0 leaves | ready(p) ... | bucket 1 leaves
-    finish_grad_sync()    sum the last buckets over their extra axis too, wait for all sums
+    finish_grad_sync()    sum the last buckets, also over their extra axis; wait for all sums
 
 A bucket leaves when the sum of its gradients starts. ready(p) is register_grad_ready(p): a use of
-parameter p has given its gradient. Frozen parameters are in buckets of their own, `frozen_buckets`,
-which have weights alone and which nobody sums.
+parameter p has added its gradient. Frozen parameters are in separate buckets, `frozen_buckets`,
+which contain only weights and are never summed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +39,13 @@ from mpu.zero.reduce import Reduction
 
 
 class ParamAndGradBuffer(GradientSink):
-    """The gradient sink of a training run, and the holder of its weights.
+    """The gradient sink of a training run, which also holds its weights.
 
-    dtype: the dtype of the sums. The axis that cuts a parameter decides the ranks that hold the
-    same part of it (Grid.data): gradients are summed over their `shard` and then, where the
-    optimizer has several instances, over `replicate`. The bits of the weights depend only on these
-    axes, reduce_each_micro_batch and the dtypes (docs/numerics.md). zero_stage: the highest in
-    effect for a bucket.
+    dtype: the dtype of the sums. The axis that cuts a parameter determines the ranks that hold the
+    same part of it (Grid.data): gradients are summed over their `shard` and then, if the optimizer
+    has several instances, over `replicate`. The bits of the weights depend only on these axes,
+    reduce_each_micro_batch and the dtypes (docs/numerics.md). zero_stage: the highest stage in
+    effect for any bucket.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ParamAndGradBuffer(GradientSink):
             _, every, shard, replicate = grid.data(cut)
             shared = sharing_of(cut, every.size, shard.size, config.zero_stage)
             self._sharing[cut] = shared
-            # without overlap, a sum of each micro-batch is waited for at once
+            # without overlap, the sum of each micro-batch is synchronous
             each = config.reduce_each_micro_batch and shared.zero_stage >= 2
             self._reduction[cut] = Reduction(
                 shared.zero_stage, shard, replicate, dtype, main, wire,
@@ -72,20 +72,20 @@ class ParamAndGradBuffer(GradientSink):
         self._module, self._lines = nn.Module(), dict[str, Sequence[str]]()  # see attach
         self.buckets: list[ParamAndGradBucket] = []
         self.frozen_buckets: list[ParamBucket] = []
-        self.frozen = Frozen()  # what of the whole model
-        self.device = torch.device("cpu")  # the weights'
-        self.live = LiveBytes()  # bytes of whole gradients, at stages 2 and 3
-        self.check: GradientCheck | None = None  # in a run's first step
+        self.frozen = Frozen()  # the frozen parameters of the whole model
+        self.device = torch.device("cpu")  # of the weights
+        self.live = LiveBytes()  # bytes of unsharded gradients, at stages 2 and 3
+        self.check: GradientCheck | None = None  # in a run's first steps
         self.gatherer: Gatherer | None = None
         if self.zero_stage == 3:
             self.gatherer = Gatherer(config.overlap_param_gather, config.keep_unsharded)
         self._bucket_of: dict[nn.Parameter, ParamBucket] = {}
-        self._uses: dict[nn.Parameter, int] = {}  # in a micro-batch
-        self._given: dict[nn.Parameter, int] = {}  # gradients of this step
+        self._uses: dict[nn.Parameter, int] = {}  # expected gradients per micro-batch
+        self._given: dict[nn.Parameter, int] = {}  # gradients so far in this step
         self._micro_batches = 1
         self._row_sums: dict[nn.Parameter, Tensor] = {}  # see add_rows
-        self._early: list[ParamAndGradBucket] = []  # those that may leave during backward
-        self._next = 0  # index of the one of them that leaves next
+        self._early: list[ParamAndGradBucket] = []  # buckets that may leave during backward
+        self._next = 0  # index in _early of the bucket that leaves next
         self._last: ParamAndGradBucket | None = None  # the bucket that left last
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -102,14 +102,14 @@ class ParamAndGradBuffer(GradientSink):
     ) -> None:
         """Build the buckets for a module's parameters.
 
-        A parameter counts one use for each module that registers it (a tied one has two), or as
-        many as `uses` has, {name: the line of each use in a forward}: so often it gives a gradient
-        in a micro-batch. A parameter with requires_grad False is frozen: it has weights in a
-        bucket, and no gradient.
+        The number of gradients that a parameter receives per micro-batch is the number of modules
+        that register it (two for a tied one) or, if larger, the number of its entries in `uses`,
+        {name: the line of each use in a forward}. A parameter with requires_grad False is frozen:
+        it has weights in a bucket, and no gradient.
 
         chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket. A
-        plain nn.Parameter is taken as replicated over tp. Raises PlacementError where a module
-        holds a tensor that wants a gradient and is not registered, and as `agree` does.
+        plain nn.Parameter counts as replicated over tp. Raises PlacementError if a module holds an
+        unregistered tensor that requires a gradient, and as `agree` does.
         """
         check_registered(module)
         for _, param in module.named_parameters(remove_duplicate=False):
@@ -136,7 +136,7 @@ class ParamAndGradBuffer(GradientSink):
         self.frozen = agree(params, chunk_of, self.grid, self.device)
         entries = entries_of(params.items(), chunk_of)
         self.bucket_size = self.config.bucket_size
-        if not self.bucket_size:  # the pipeline rank with most parameters sets it for all
+        if not self.bucket_size:  # set for all by the pipeline rank with the most parameters
             own = str(sum(entry.numel for entry in entries)).encode()
             every = gather_bytes(own, self.grid.pp, self.device)
             self.bucket_size = automatic_size(max(map(int, every)))
@@ -170,13 +170,14 @@ class ParamAndGradBuffer(GradientSink):
 
     @property
     def weight_buckets(self) -> list[ParamBucket]:
-        """Return all buckets, those of frozen parameters last."""
+        """Return all buckets, with those of frozen parameters last."""
         return [*self.buckets, *self.frozen_buckets]
 
     def fill(self) -> Iterator[set[str]]:
-        """Yield the names of parameters that may be written until the next names are asked for.
+        """Yield names of parameters, which may be written until the generator is resumed.
 
-        Whole weights come at once, then those of stage 3 by bucket; this rank keeps its part.
+        Unsharded weights come first, all at once, then those of stage 3 by bucket, of which this
+        rank keeps its part.
         """
         yield self.unsharded_names()
         yield from fill(self.weight_buckets)
@@ -204,15 +205,15 @@ class ParamAndGradBuffer(GradientSink):
         return data.every if bucket.shard is None else data.replicate
 
     def unsharded_names(self, gathered: bool = True) -> set[str]:
-        """Return the names of the parameters whose weights this rank keeps whole.
+        """Return the names of the parameters whose weights this rank stores unsharded.
 
-        gathered: those too that gather_weights makes whole.
+        gathered: include those of which it owns a part, and that gather_weights completes.
         """
         buckets = (b for b in self.weight_buckets if not b.sharded and (gathered or not b.shard))
         return {name for bucket in buckets for name, _, _ in bucket.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
-        """Return the whole local weight; wait for a gather under way."""
+        """Return the whole local weight; wait for its gather."""
         bucket = self._holding(param)
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
@@ -222,7 +223,7 @@ class ParamAndGradBuffer(GradientSink):
         return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
-        """Return whether the weight is whole only between `acquire` and `end_use`."""
+        """Return whether the weight is unsharded only between `acquire` and `end_use`."""
         return self._holding(param).sharded
 
     def end_use(self, param: nn.Parameter) -> None:
@@ -237,9 +238,9 @@ class ParamAndGradBuffer(GradientSink):
             bucket.gathering.wait()
 
     def begin_step(self, micro_batches: int = 1) -> None:
-        """Start a step of so many micro-batches: no gradient is written, no sum started.
+        """Start a step with a number of micro-batches: reset the state of gradients and sums.
 
-        Raises PlacementError where a parameter was frozen, or is no more, since `attach`.
+        Raises PlacementError if a parameter was frozen or unfrozen since `attach`.
         """
         super().begin_step()
         for each in self.weight_buckets:
@@ -255,18 +256,18 @@ class ParamAndGradBuffer(GradientSink):
         for bucket in self.buckets:
             bucket.begin_step(micro_batches, self.each)
         for frozen in self.frozen_buckets:
-            frozen.waiting = 1  # its weights may be used until the step's end
+            frozen.waiting = 1  # its weights may be used until the end of the step
         if self.gatherer:
             self.gatherer.begin_pass(micro_batches)
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
-        """Return the parameter's part of its bucket's gradients, allocating these if need be."""
+        """Return the parameter's part of its bucket's gradients; allocate these if needed."""
         if param not in self.main:
             self._of(param).open_grad()
         return self.main[param]
 
     def _of(self, param: nn.Parameter) -> ParamAndGradBucket:
-        """Return the bucket that a gradient goes to."""
+        """Return the bucket of a parameter's gradient. Raises RuntimeError if it is frozen."""
         bucket = self._holding(param)
         if not isinstance(bucket, ParamAndGradBucket):
             raise RuntimeError(
@@ -284,7 +285,7 @@ class ParamAndGradBuffer(GradientSink):
         return super().name_of(param)
 
     def _holding(self, param: nn.Parameter) -> ParamBucket:
-        """Return the bucket of a weight. Raises RuntimeError for one that has none."""
+        """Return the bucket of a weight. Raises RuntimeError if it has none."""
         bucket = self._bucket_of.get(param)
         if bucket is None:
             raise RuntimeError(
@@ -296,9 +297,9 @@ class ParamAndGradBuffer(GradientSink):
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]: rows [n], grad [n, h].
 
-        Where the parameter has another use on this rank (a tied head), rows are summed separately.
-        The gradient is then (sum of the head's) + (sum of the embedding's): the same bits in every
-        schedule and whether or not the two are on one rank.
+        If the parameter has another use on this rank (a tied head), rows are summed separately. The
+        gradient is then (sum of the head's) + (sum of the embedding's): the same bits in every
+        schedule, and whether or not the two are on the same rank.
         """
         if self._uses[param] == 1:
             return super().add_rows(param, rows, grad)
@@ -308,9 +309,9 @@ class ParamAndGradBuffer(GradientSink):
         sums.index_add_(0, rows, grad.to(sums.dtype))
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Count the use, and start the sums of ready buckets, in one order on every rank.
+        """Count the use, and start the sums of ready buckets, in the same order on every rank.
 
-        Raises RuntimeError, with the parameters' names, for more gradients than uses were counted.
+        Raises RuntimeError, with the parameters' names, if there are more gradients than uses.
         """
         bucket, self._given[param] = self._of(param), self._given.get(param, 0) + 1
         if not bucket.rounds:
@@ -328,7 +329,7 @@ class ParamAndGradBuffer(GradientSink):
                 self._next = 0  # the next micro-batch
 
     def _too_many(self, bucket: ParamAndGradBucket, late: nn.Parameter) -> str:
-        """Return who gave more gradients than its uses in a forward, and where these are."""
+        """Return the message for a parameter with more gradients than uses in a forward."""
         expected = {p: self._uses[p] * self._micro_batches for _, p, _ in bucket.params}
         more = [p for p in expected if self._given.get(p, 0) > expected[p]] or [late]
         name = next(name for name, p, _ in bucket.params if p is more[0])
@@ -346,7 +347,7 @@ class ParamAndGradBuffer(GradientSink):
         )
 
     def _leave(self, bucket: ParamAndGradBucket) -> None:
-        """Start the sum of a bucket, and the next collective of the bucket that left before it."""
+        """Start the sum of a bucket, and the next collective of the previous bucket's sum."""
         self._complete(bucket)
         if self.check:
             self.check.before_sum(bucket)
@@ -359,9 +360,7 @@ class ParamAndGradBuffer(GradientSink):
             self.gatherer.reshard_if_unused(bucket)
 
     def _complete(self, bucket: ParamAndGradBucket) -> None:
-        """Add look-ups summed separately and plain autograd's `.grad`; zero what nobody has
-        written.
-        """
+        """Add separately summed look-ups and plain autograd's `.grad`; zero unwritten gradients."""
         for name, param, _ in bucket.params:
             if param in self._row_sums:
                 self.add(param, self._row_sums.pop(param))

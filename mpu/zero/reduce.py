@@ -3,11 +3,11 @@
 
     extra axes     all_reduce_in_order      norms under sequence parallelism, tied embeddings
     to the owner   reduce_scatter           over the ranks that share a bucket
-    instances      reduce_scatter, all_gather    of the owner's sum, where there are several
+    instances      reduce_scatter, all_gather    of the owner's sum, if there are several
     stage 0        all_gather               so that every rank has the sums
 
-On NCCL, stage 0 with one instance takes one all_reduce instead. The bits of a sum depend on what
-Reduction holds and on the number of micro-batches in it, never on the bucket (docs/numerics.md).
+On NCCL, stage 0 with one instance uses one all_reduce instead. The bits of a sum depend only on the
+Reduction and on its number of micro-batches, never on the bucket (docs/numerics.md).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Reduction(NamedTuple):
 
 
 def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...], label: Label) -> None:
-    """Sum whole gradients over axes that are not data-parallel, in place and at once."""
+    """Sum unsharded gradients over axes that are not data-parallel, in place, synchronously."""
     for axis in axes:
         all_reduce_in_order(grad, axis, label)
 
@@ -43,10 +43,10 @@ def sum_over_data(
 ) -> Iterator[Handle]:
     """Sum `grad` into its owners' `grad_shard`; yield the handle of each collective as it starts.
 
-    The caller waits for a handle before it asks for the next. earlier: grad_shard holds the sum of
+    The caller waits for a handle before it requests the next. earlier: grad_shard holds the sum of
     an earlier micro-batch, to which this one is added. last: no micro-batch of the step follows, so
-    instances add their sums. From stage 2 on this keeps no reference to `grad` after its
-    reduce-scatter. At stage 0 `grad` becomes the sum too.
+    instances add their sums. From stage 1 on this keeps no reference to `grad` after its
+    reduce-scatter. At stage 0 `grad` also holds the sum.
     """
     own, shard, replicate, stage = grad_shard, how.shard, how.replicate, how.zero_stage
     narrow = how.wire_dtype not in (None, grad.dtype) and shard.size > 1

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what several ranks must hold bit for bit, to find a bit that flipped in one of them.
+"""Compare replicas, which must be equal bit for bit, to detect a bit flip on one rank.
 
-    held                                     by the ranks of
+    replicas                                 on the ranks of
     whole weights (stages 0 to 2)            dp_cp; edp, where ep cuts them
     sharded weights (stage 3)                dp_cp_replicate: one in each optimizer instance; edp's
     masters and moments, stage 0             as whole weights
     masters and moments, later stages        as sharded weights
     weights replicated over tp (norms)       tp too, with their masters and moments
-    tied embeddings                          embd too, the same
+    tied embeddings                          embd too, with their masters and moments
 
 Each rank digests each parameter of each kind (`digest_of`), and the digests, 8 bytes each, are
-gathered: one small collective an axis, and one over all ranks that tells them whether any two
-differ. What one rank alone holds (a shard of stage 1 to 3 without instances) has no replica:
-nothing here finds a flip in it.
+gathered: one small collective per axis, and one over all ranks to determine whether any two differ.
+Data that only one rank holds (a shard of stage 1 to 3 without instances) has no replica: flips in
+it are not detected here.
 """
 
 import json
@@ -31,13 +31,13 @@ from mpu.zero.digest import digest_of
 
 REPLICATED = (
     "dp_cp", "dp_cp_replicate", "edp", "edp_replicate", "tp", "ep", "embd"
-)  # axes whose ranks hold the same, in the order of their collectives  # fmt: skip
+)  # axes whose ranks hold replicas, in the order of their collectives  # fmt: skip
 
 
 class Difference(NamedTuple):
-    """Replicas of one tensor that differ: the ranks that may be wrong, and who holds what."""
+    """Replicas of one tensor that differ: the ranks that may be wrong, and all ranks' hashes."""
 
-    suspects: tuple[int, ...]  # one rank by majority, or all where none is in the majority
+    suspects: tuple[int, ...]  # the ranks outside a majority, or all if there is none
     what: str  # parameter and kind
     hashes: dict[int, int]  # by global rank
 
@@ -49,15 +49,15 @@ class Difference(NamedTuple):
 class ReplicaCheck:
     """Compares the replicas of one run. optimizer: mpu.optim.optimizer.Optimizer.
 
-    exact: whether replicas over tp have the same bits also where no sum made them the same; not so
-    with kernels whose results differ from run to run.
+    exact: whether replicas over tp are equal even without a sum that makes them so; False with
+    kernels whose results differ from run to run.
     """
 
     def __init__(self, grid: Grid, optimizer: Any, exact: bool = True) -> None:
         self.grid, self.optimizer, self.exact = grid, optimizer, exact
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor, tuple[Axis, ...]]]:
-        """Yield (parameter, kind, values, axes whose ranks hold the same) of what has replicas."""
+        """Yield (parameter, kind, values, axes whose ranks hold replicas) of replicated tensors."""
         sink, grid = self.optimizer.sink, self.grid
         sink.wait_for_weights()
         params = {name: p for bucket in sink.weight_buckets for name, p, _ in bucket.params}
@@ -77,7 +77,7 @@ class ReplicaCheck:
                 yield name, kind, values, several
 
     def _holders(self, param: Any) -> list[Axis]:
-        """Return the axes over which others hold the same parameter: this grid's, connected."""
+        """Return the axes of this grid, connected, over which a parameter is replicated."""
         place = placement_of(param)
         summed = {axis.name for axis in place.reduce_axes}
         names = [axis.name for axis in place.holders]
@@ -86,7 +86,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def hashes(self) -> dict[str, list[tuple[str, Tensor]]]:
-        """Return, for each axis with replicas, (parameter and kind, hash) in one order."""
+        """Return, for each axis with replicas, (parameter and kind, hash) in a fixed order."""
         rows: dict[str, list[tuple[str, Tensor]]] = {}
         for name, kind, values, axes in self.tensors():
             value = digest_of(values)
@@ -95,7 +95,7 @@ class ReplicaCheck:
         return rows
 
     def run(self) -> list[Difference]:
-        """Compare now, on every rank; return the differences, the surest first, the same on all."""
+        """Compare, on every rank; return the differences, surest first, the same on all ranks."""
         label = Label(self, "replica check")
         device = self.optimizer.sink.device
         rows, seen = self.hashes(), []
@@ -126,10 +126,10 @@ class ReplicaCheck:
 
 
 def verdict(rows: list[tuple[str, dict[int, int]]]) -> list[Difference]:
-    """Return who is wrong, by rows of (what, hashes by rank) that differ; the surest first.
+    """Return the suspects for rows of (tensor, hashes by rank) that differ, surest first.
 
-    In a row with a majority the others are wrong. Otherwise any of its ranks may be, unless another
-    row of the same tensor, over another axis, leaves fewer of them.
+    In a row with a majority the other ranks are wrong. Otherwise any of its ranks may be wrong,
+    unless another row of the same tensor, over another axis, narrows them down.
     """
     unique = {(what, tuple(sorted(hashes.items()))): hashes for what, hashes in rows}
     judged = []

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel computes attention: --attention-backend, answered here and nowhere else.
+"""Which kernel computes attention: the only place where --attention-backend is interpreted.
 
-    auto     what torch chooses for whole rows: cuDNN on Hopper and Blackwell with cuDNN > 9.15.0,
+    auto     torch's choice for whole rows: cuDNN on Hopper and Blackwell with cuDNN > 9.15.0,
              else flash; flash for documents and windows, whose lengths change from step to step
-    flash    FlashAttention: 3 or 4 where their package is active in torch, else torch's own 2
+    flash    FlashAttention: 3 or 4 if their package is active in torch, else torch's own 2
     fused    cuDNN's kernels
     unfused  matrix products and a softmax, block after block
     local    Weft's own code: csrc/attention.h on a CPU; Weft has no CUDA kernel, so unfused there
-    te       Transformer Engine's DotProductAttention, which chooses for itself
+    te       Transformer Engine's DotProductAttention, which makes its own choice
 
-The names are those of Megatron-LM's AttnBackend (megatron/core/transformer/enums.py), but for te.
+The names are those of Megatron-LM's AttnBackend (megatron/core/transformer/enums.py), except te.
 The conditions are torch's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, read at main's
-001f694a; torch/nn/attention/_fa3.py of 2.13), which `torch._fused_sdp_choice` asks on a GPU.
-Everything here is a pure function of its arguments, but for `card_of`, which asks the device.
+001f694a; torch/nn/attention/_fa3.py of 2.13), which `torch._fused_sdp_choice` checks on a GPU.
+Everything here is a pure function of its arguments, except `card_of`, which queries the device.
 """
 
 from collections.abc import Collection
@@ -24,8 +24,8 @@ from mpu.launch import deprioritizes_cudnn
 from mpu.torch_private import VARLEN, WAYS, attention_lacks
 
 BACKENDS = ("auto", "flash", "fused", "unfused", "local", "te")
-# What attends: whole rows of one document; blocks of such rows, merged by log-sum-exp (context
-# parallelism); documents or windows; a few tokens that look at a growing cache of keys
+# The kind of attention: whole rows of one document; blocks of such rows, merged by log-sum-exp
+# (context parallelism); documents or windows; a few tokens that attend to a growing key cache
 Work = Literal["rows", "blocks", "documents", "cache"]
 # cpu: csrc/attention.h, else torch's operator for CPUs. math: matrix products
 Kernel = Literal["cpu", "flash", "cudnn", "efficient", "math", "te"]
@@ -34,11 +34,11 @@ FLAG = "--attention-backend"
 HALVES = (torch.bfloat16, torch.float16)
 CUDNN_PREFERRED = 91500  # torch prefers a newer one: pytorch/pytorch#169849
 CUDNN_OLDEST = 90000
-CUDNN_WIDE = 92200  # a newer one has heads of 256 on Hopper and Blackwell
+CUDNN_WIDE = 92200  # a newer one supports heads of 256 on Hopper and Blackwell
 
 
 class Card(NamedTuple):
-    """What the choice of a backend depends on."""
+    """The properties of a device and of torch on which the choice of a backend depends."""
 
     kind: str = "cpu"
     major: int = 0
@@ -48,7 +48,7 @@ class Card(NamedTuple):
     deterministic: bool = False
     cuda: int = 13  # major version of CUDA that torch was built for
     cudnn_last: bool = False  # TORCH_CUDNN_SDPA_DEPRIORITIZED is set
-    lacks: tuple[str, ...] = ()  # operators that this torch does not have
+    lacks: tuple[str, ...] = ()  # operators missing in this torch
 
     def __str__(self) -> str:
         if self.kind != "cuda":
@@ -58,7 +58,7 @@ class Card(NamedTuple):
 
 
 def card_of(device: torch.device | str) -> Card:
-    """Return what the choice depends on, from torch; on a CPU or meta device nothing is."""
+    """Return the Card of a device, read from torch; a CPU or meta device has only its kind."""
     kind = torch.device(device).type
     if kind != "cuda":
         return Card(kind)
@@ -82,7 +82,7 @@ def kernel_of(
 ) -> Kernel:
     """Return which kernel computes attention. requested: one of BACKENDS; head_size: of q, k and v.
 
-    Raises ValueError where the requested kernel cannot do it; the message names the flag.
+    Raises ValueError if the requested kernel does not support it; the message names the flag.
     """
     if requested not in BACKENDS:
         raise ValueError(f"{FLAG} {requested}: must be one of {', '.join(BACKENDS)}")
@@ -92,7 +92,7 @@ def kernel_of(
         return "math"
     if card.kind != "cuda":
         return "cpu"
-    # whole rows are torch's own business, unless a flag names the kernel
+    # for whole rows torch itself chooses, unless a flag names the kernel
     lacks = () if requested == "auto" and work == "rows" else card.lacks
     no_flash = why_no_flash(card, dtype, head_size) or why_no_operator(lacks, "flash", work)
     if requested == "flash":
@@ -115,9 +115,9 @@ def kernel_of(
 
 
 def prefers_cudnn(card: Card) -> bool:
-    """Return whether torch takes cuDNN before flash: check_prefer_cudnn_attention.
+    """Return whether torch prefers cuDNN to flash: check_prefer_cudnn_attention.
 
-    It reads TORCH_CUDNN_SDPA_DEPRIORITIZED, too, by which users avoid an error of a cuDNN.
+    It also respects TORCH_CUDNN_SDPA_DEPRIORITIZED, with which users avoid faulty cuDNN versions.
     """
     if card.cudnn_last:
         return False
@@ -126,10 +126,10 @@ def prefers_cudnn(card: Card) -> bool:
 
 
 def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "rows") -> str:
-    """Return why cuDNN's attention cannot do this, or "": can_use_cudnn_attention.
+    """Return why cuDNN's attention does not support this, or "": can_use_cudnn_attention.
 
-    A plan is built for each new shape, which takes about half a second (sgl-project/sglang#4650),
-    so documents, windows and a growing cache are left to other kernels.
+    cuDNN builds a plan for each new shape, which takes about half a second
+    (sgl-project/sglang#4650), so documents, windows and a growing cache use other kernels.
     """
     if work in ("documents", "cache"):
         return (
@@ -156,9 +156,9 @@ def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "r
 
 
 def why_no_length(card: Card, length: int) -> str:
-    """Return why cuDNN's attention must not have rows or blocks of so many tokens, or "".
+    """Return why cuDNN's attention must not be used for rows or blocks of `length` tokens, or "".
 
-    Up to 9.15.0 its backward reads and writes beyond them (pytorch/pytorch#169849, #171627).
+    Up to 9.15.0 its backward accesses memory beyond them (pytorch/pytorch#169849, #171627).
     """
     if card.cudnn > CUDNN_PREFERRED or length % 128 == 0:
         return ""
@@ -169,9 +169,9 @@ def why_no_length(card: Card, length: int) -> str:
 
 
 def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
-    """Return why FlashAttention cannot do this, or "": can_use_flash_attention, for training.
+    """Return why FlashAttention cannot train with this, or "": can_use_flash_attention.
 
-    torch pads a head that is no multiple of 8; Weft calls the operator itself and does not.
+    torch pads heads to a multiple of 8; Weft calls the operator directly, without padding.
     """
     place = (card.major, card.minor)
     if dtype not in HALVES:
@@ -194,7 +194,7 @@ def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
 def why_no_operator(lacks: Collection[str], kernel: Kernel, work: Work) -> str:
     """Return why torch's operators of a kernel cannot be called, or "". lacks: see `Card`.
 
-    flash computes documents by one operator, and where that is not there, by those of blocks.
+    flash computes documents by one operator or, if that is missing, by the operators of blocks.
     """
     missing = [name for name in WAYS[kernel] if name in lacks]
     if kernel == "flash" and work in ("documents", "cache") and VARLEN not in lacks:
@@ -210,7 +210,7 @@ def why_no_operator(lacks: Collection[str], kernel: Kernel, work: Work) -> str:
 def describe(
     requested: str, card: Card, dtype: torch.dtype, head_size: int, works: Collection[Work]
 ) -> str:
-    """Return the line that says which attention runs. Raises ValueError as `kernel_of` does."""
+    """Return a log line that names the kernels in use. Raises ValueError as `kernel_of` does."""
     kernels = [kernel_of(requested, card, dtype, head_size, work) for work in works]
     names = " and ".join(dict.fromkeys(NAMES[k].format(flash=card.flash) for k in kernels))
     where = f" on {card}" if card.kind == "cuda" else ""
@@ -232,5 +232,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _version(cudnn: int) -> str:
-    """Return "9.19.0" of 91900."""
+    """Return "9.19.0" for 91900."""
     return f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"

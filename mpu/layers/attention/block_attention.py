@@ -4,14 +4,15 @@
 FlashAttention's operator takes the documents' cumulative lengths and the window. Other kernels
 (attention/backends.py) run block after block (attention/blocks.py): on a CPU csrc/attention.h, else
 torch's operator; on CUDA cuDNN's or flash's operators, or matrix products. Where blocks share
-queries, their results are merged by log-sum-exp, and the backward of each takes the merged output
-and log-sum-exp:
+queries, their results are merged by log-sum-exp, and the backward of each block takes the merged
+output and log-sum-exp:
 
     lse = log(exp(lse_1) + exp(lse_2))    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
-That is the backward of the whole, in parts (Dao et al. 2022, appendix B). An attention sink is
-merged in the same way, as a block of one key. Kernels but matrix products take one head size, so
-zeros follow the smaller of q's and v's, block by block: what is kept for backward has its own size.
+Together these are the backward of the whole (Dao et al. 2022, appendix B). An attention sink is
+merged in the same way, as a block of one key. All kernels except matrix products require equal head
+sizes, so the smaller heads of q and k, or of v, are zero-padded, block by block; the tensors saved
+for backward are not padded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,9 +42,9 @@ def block_attention(
     """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] ->
     [b, a, s, e].
 
-    The queries are the last s of the S tokens of a row. packed: the documents in the row (b is 1
-    then); None: each row is one. window, sink: see `CoreAttention`. kernel: None leaves it open.
-    Raises ValueError where the documents do not fill the row.
+    The queries are the last s of the S tokens of a row. packed: the documents in the row (b is then
+    1); None: each row is one document. window, sink: see `CoreAttention`. kernel: None: chosen as
+    for "auto". Raises ValueError if the documents do not fill the row.
     """
     if kernel is None:
         widest = max(q.shape[3], v.shape[3])
@@ -57,7 +58,7 @@ def block_attention(
             f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
         )
     rows = packed is None and not window and s == keys
-    e, one_call = v.shape[3], sink is None  # torch's formulas have no gradient of a log-sum-exp
+    e, one_call = v.shape[3], sink is None  # torch's backward has no gradient of a log-sum-exp
     if one_call and kernel in ("cudnn", "flash") and rows and torch_private.has_attention(kernel):
         return _first(_attention_of_rows(*_of_one_size(q, k, v), kernel), e)
     if one_call and kernel == "flash" and torch_private.operator(torch_private.VARLEN) is not None:
@@ -79,7 +80,7 @@ def _flash_attention(
 
 
 def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
-    """Attend causally to whole rows; out has the layout of q. Backward is torch's own formula."""
+    """Attend causally to whole rows; out has the layout of q. Backward is torch's own."""
     if kernel == "flash":
         return torch_private.flash_attention(q, k, v, True)[0]
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -120,8 +121,8 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def outputs(q: Tensor, v: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return memory for the output [b, a, s, e], of dtype `kind`, and the log-sum-exp [b, a, s] of
-    q [b, a, s, d] and v [b, g, S, e].
+    """Return uninitialised tensors for the output [b, a, s, e], of dtype `kind`, and the
+    log-sum-exp [b, a, s] of q [b, a, s, d] and v [b, g, S, e].
     """
     b, a, s, _ = q.shape
     lse = q.new_empty((b, s, a), dtype=accumulate_dtype(q))
@@ -130,8 +131,8 @@ def outputs(q: Tensor, v: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
-    """Merge a sink [a] into the output and the log-sum-exp of all blocks: it is one more key, with
-    a value of 0.
+    """Merge a sink [a] into the output and the log-sum-exp of all blocks, in place: it acts as one
+    more key, with a value of 0.
     """
     both = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     out.mul_((lse - both).exp_()[..., None])
@@ -139,7 +140,7 @@ def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
 
 
 def sink_gradient(dy: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor | None:
-    """Return the gradient of a sink [a] from what `merge_sink` has left; None where there is none.
+    """Return the gradient of a sink [a] from the merged out and lse; None if there is no sink.
 
     With p = exp(sink - lse), its share of the softmax, and a value of 0, it is -sum p (dy out).
     """
@@ -168,11 +169,11 @@ def attend(
     before: int = 0,
     noted: Noted | None = None,
 ) -> None:
-    """Do the forward of blocks: set out and lse, or merge into what is there.
+    """Run the forward of blocks: write out and lse, or merge into their values.
 
-    q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]. A block's ranges are places in dim 2; `before`
-    is taken off those of queries. A "tril" is a query's first block, and sets. noted: see
-    max_logits.py.
+    q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]. A block's ranges index dim 2; `before` is
+    subtracted from those of queries. A "tril" is a query's first block, so it overwrites. noted:
+    see max_logits.py.
     """
     if noted is not None:
         note_maxima(noted, q, k, todo, before)
@@ -181,7 +182,7 @@ def attend(
         y, new = _forward(kernel, block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
         if block.part == "tril":
             out[:, :, at], lse[:, :, at] = y, new
-        else:  # these queries have looked at other keys before
+        else:  # these queries already have results of other keys
             both = torch.logaddexp(lse[:, :, at], new)
             out[:, :, at].mul_((lse[:, :, at] - both).exp_()[..., None])
             out[:, :, at].addcmul_(y, (new - both).exp_()[..., None])
@@ -198,7 +199,7 @@ def attend_backward(
     *,
     before: int = 0,
 ) -> None:
-    """Do the backward of blocks: add to sums, which are dq, dk and dv. saved: see below."""
+    """Run the backward of blocks: add to sums: dq, dk and dv. saved: see block_gradients."""
     dq, dk, dv = sums
     for keys, *parts in block_gradients(todo, dy, saved, dq, kernel, before=before):
         dk[:, :, keys] += parts[0]
@@ -215,9 +216,9 @@ def block_gradients(
     *,
     before: int = 0,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Do the backward of blocks: add to dq, and yield the keys of each with their dk and dv.
+    """Run the backward of blocks: add to dq, and yield each block's slice of keys, dk and dv.
 
-    saved: q, k, v, and the output and log-sum-exp of all blocks of the queries, not these alone.
+    saved: q, k, v, and the output and log-sum-exp over all blocks of the queries, not only these.
     """
     q, k, v, out, lse = saved
     for block in todo:
@@ -231,12 +232,12 @@ def block_gradients(
 
 
 def accumulate_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype in which results of several blocks are added."""
+    """Return the dtype in which the results of several blocks are added."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _sums(q: Tensor, todo: tuple[Block, ...]) -> torch.dtype:
-    """Return the dtype of sums over blocks: where each token is in one block, there is no sum."""
+    """Return the dtype of sums over blocks: q's own if each token is in one block only."""
     return q.dtype if all(block.part == "tril" for block in todo) else accumulate_dtype(q)
 
 
@@ -246,12 +247,12 @@ def _slice(positions: range, before: int = 0) -> slice:
 
 def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp [b, a, s] of one block."""
-    if part == "triu":  # causal, if both are read from their ends
+    if part == "triu":  # causal if both are reversed
         out, lse = _forward(kernel, "tril", q.flip(2), k.flip(2), v.flip(2))
         return out.flip(2), lse.flip(2)
     causal = part == "tril"
     way = _way(kernel, k)
-    if _takes_one_size(way) and q.shape[3] != v.shape[3] and not q.is_meta:  # a plan counts its own
+    if _takes_one_size(way) and q.shape[3] != v.shape[3] and not q.is_meta:  # a plan has no padding
         out, lse = _forward(kernel, part, *_of_one_size(q, k, v))
         return _first(out, v.shape[3]), lse
     if way == "cpu" and _native_takes(q, k, v):
@@ -266,11 +267,11 @@ def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tup
 
 
 def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v with heads of one size: zeros follow what is smaller.
+    """Return q, k and v with equal head sizes: the smaller heads are zero-padded.
 
-    The output's first elements are those of v. A kernel that divides by the root of the new size
-    gets queries that make up for it. On a CPU keys and values get the same strides, by which
-    csrc/attention.h reads them.
+    The first elements of the output are those for v. If q and k are padded, q is scaled, since the
+    kernel divides by the root of the new size. On a CPU keys and values get equal strides, as
+    csrc/attention.h requires.
     """
     (d, e), size = (q.shape[3], v.shape[3]), max(q.shape[3], v.shape[3])
     if d < size:
@@ -283,17 +284,17 @@ def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _first(x: Tensor, size: int) -> Tensor:
-    """Return the first elements of heads [..., n]."""
+    """Return the first `size` elements of heads [..., n]."""
     return x if x.shape[-1] == size else x[..., :size]
 
 
 def _takes_one_size(way: Kernel) -> bool:
-    """Return whether a block's kernel takes q, k and v of one head size alone: all but products."""
+    """Return whether a block's kernel requires equal head sizes: all do, except matrix products."""
     return torch_private.has_attention(way)
 
 
 def _way(kernel: Kernel, k: Tensor) -> Kernel:
-    """Return which kernel computes a block: cuDNN's takes no single key."""
+    """Return which kernel computes a block: cuDNN's does not support a single key."""
     return "flash" if kernel == "cudnn" and k.shape[2] == 1 else kernel
 
 
@@ -307,7 +308,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one block's parts of dq, dk and dv; out and lse are those of all blocks together."""
+    """Return one block's parts of dq, dk and dv; out and lse are those over all blocks."""
     if part == "triu":
         flipped = (x.flip(2) for x in (dy, q, k, v, out, lse))
         dq, dk, dv = _backward(kernel, "tril", *flipped)
@@ -328,7 +329,7 @@ def _backward(
 
 
 def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether csrc/attention.h takes a block, fast, and has work for all threads."""
+    """Return whether csrc/attention.h supports a block, is fast, and has work for all threads."""
     alike = q.stride(3) == k.stride(3) == 1 and k.stride() == v.stride()
     alike = alike and k.shape == v.shape and q.shape[3] == k.shape[3]
     alike = alike and q.dtype == k.dtype == v.dtype
@@ -336,7 +337,7 @@ def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Do `_forward` by csrc/attention.h."""
+    """Compute `_forward` by csrc/attention.h."""
     out, lse = outputs(q, v, q.dtype)
     call("block_forward", q.dtype, q, k, v, out, lse, *_native_sizes(q, k, out, lse, out, causal))
     return out, lse
@@ -345,7 +346,7 @@ def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def _native_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do `_backward` by csrc/attention.h."""
+    """Compute `_backward` by csrc/attention.h."""
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     dq, dk, dv = (_empty(x, x.dtype) for x in (q, k, v))
     sizes = _native_sizes(q, k, out, lse, dy, causal)
@@ -356,7 +357,7 @@ def _native_backward(
 def _native_sizes(
     q: Tensor, k: Tensor, out: Tensor, lse: Tensor, dy: Tensor, causal: bool
 ) -> list[int | float]:
-    """Return the sizes b, s, S, a, g, d of a block, its kind, its scale, and strides."""
+    """Return the sizes b, s, S, a, g, d of a block, whether it is causal, its scale and strides."""
     (b, a, s, d), (_, g, keys, _) = q.shape, k.shape
     strides = (n for x in (q, k, out, lse, dy) for n in x.stride()[:3])
     return [b, s, keys, a, g, d, int(causal), d**-0.5, *strides]
@@ -372,7 +373,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def products_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Do `_forward` by matrix products, in memory of s x S numbers for each head."""
+    """Compute `_forward` by matrix products, with s x S scores in memory for each head."""
     scores = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().to(q.dtype)
@@ -382,7 +383,7 @@ def products_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ten
 def products_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do `_backward` by matrix products."""
+    """Compute `_backward` by matrix products."""
     # p = exp(scores - lse):  dv = p^T dy;  ds = p (dy v^T - sum(dy out));  dq = ds k;  dk = ds^T q
     each = q.shape[1] // k.shape[1]  # query heads of a group
     weights = (_scores(q, k, causal) - lse[..., None]).exp()

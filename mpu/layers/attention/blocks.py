@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a query looks at, as a list of rectangles: there is no mask.
+"""Which keys a query attends to, as a list of rectangles instead of a mask.
 
     two documents,    a window of 3     queries 2 and 3,
     of 2 and 3                          keys 0 to 3
@@ -8,7 +8,7 @@
     l l . . .         l l . . . .       a a l l          a    in a block of part "all"
     . . l . .         l l l . . .                        l    "tril"
     . . l l .         . u u l . .                        u    "triu"
-    . . l l l         . . u l l .                        .    not looked at
+    . . l l l         . . u l l .                        .    not attended to
                       . . . l l l
 """
 
@@ -21,11 +21,11 @@ Part = Literal["all", "tril", "triu"]
 
 
 class Block(NamedTuple):
-    """Queries that look at keys, by position.
+    """Queries that attend to keys, by position.
 
-    part: of the rectangle, as torch names it. "all": each query looks at each key. "tril": a
-    square, in which query i looks at keys 0 to i (causal). "triu": a square, in which query i
-    looks at keys i to the last.
+    part: the part of the rectangle, in torch's terms. "all": each query attends to each key.
+    "tril": a square, in which query i attends to keys 0 to i (causal). "triu": a square, in which
+    query i attends to keys i to the last.
     """
 
     q: range
@@ -35,12 +35,13 @@ class Block(NamedTuple):
 
 @lru_cache(maxsize=32)
 def blocks(queries: range, documents: tuple[int, ...], window: int = 0) -> tuple[Block, ...]:
-    """Return what queries look at: each allowed pair of query and key is in one block, no other.
+    """Return the blocks of the queries: each allowed pair of query and key is in exactly one.
 
-    queries: positions, one after another; for several ranges call it several times. documents:
-    lengths, the first begins at position 0. window: a query looks at itself and the window - 1
-    tokens before it; 0: at all before it. A query's first block is its "tril": it looks at itself
-    there, so no row of a block is empty. A kernel need know whole rectangles and squares alone.
+    queries: consecutive positions; for several ranges call it several times. documents: lengths,
+    the first begins at position 0. window: a query attends to itself and the window - 1 tokens
+    before it; 0: to all tokens before it. A query's first block is its "tril", in which it attends
+    to itself, so no row of a block is empty. A kernel only has to support whole rectangles and
+    squares.
     """
     found, begin = list[Block](), 0
     for length in documents:
@@ -52,7 +53,7 @@ def blocks(queries: range, documents: tuple[int, ...], window: int = 0) -> tuple
 def document_blocks(queries: range, begin: int, length: int, window: int) -> Iterator[Block]:
     """Yield the blocks of the queries in one document, which begins at position `begin`."""
     last = min(begin + length, queries.stop)
-    # cut in steps of the window from where the document begins: then a window that begins
+    # cut in steps of the window from the start of the document: then a window that begins
     # before its part begins inside the document, and each "triu" is a whole triangle
     step = window or length
     cuts = [*range(begin + max(0, queries.start - begin) // step * step, last, step), last]

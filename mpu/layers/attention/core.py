@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention: causal, grouped-query (Ainslie et al. 2023), on the heads of one rank.
 
-attention/backends.py chooses the kernel that computes it. On a CPU with AVX-512 it is
-csrc/attention.h; on CUDA, where the flag leaves it open, torch's scaled_dot_product_attention
-chooses. Documents, windows, a requested kernel, values of another head size than the keys', and
-attention sinks go to block_attention.py. There is no mask.
+attention/backends.py chooses the kernel. On a CPU with AVX-512 it is csrc/attention.h; on CUDA, if
+the flag is auto, torch's scaled_dot_product_attention chooses. Documents, windows, a requested
+kernel, values whose head size differs from the keys', and attention sinks are handled by
+block_attention.py. No mask is used.
 """
 
 import math
@@ -22,16 +22,17 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 
 
 class CoreAttention:
-    """A layer's core attention: a call takes q, k and v before RoPE, packed, as `qkv_linear` makes
-    them; `attend` takes them apart, with v's head size its own, as latent attention has them.
+    """A layer's core attention: a call takes q, k and v before RoPE, fused, as `qkv_linear` returns
+    them; `attend` takes them separately, and v may have its own head size, as in latent attention.
 
-    Both do the same after RoPE. Subclasses attend in another way: by `compute`, and `note`.
+    After RoPE both are the same. Subclasses change how attention is computed by overriding
+    `compute` and `note`.
 
-    requested: --attention-backend. card: what the choice of a kernel depends on, found once; None:
-    it is read from torch at each call. maxima: where the largest logits are noted, if they are.
+    requested: --attention-backend. card: the device properties for the choice of a kernel, read
+    once; None: they are read from torch at each call. maxima: records the largest logits, if set.
     """
 
-    maxima: HeadMaxima | None = None  # also of a fork's subclass that does not call __init__
+    maxima: HeadMaxima | None = None  # default for a fork's subclass that does not call __init__
 
     def __init__(
         self, requested: str = "auto", card: Card | None = None, maxima: HeadMaxima | None = None
@@ -54,11 +55,11 @@ class CoreAttention:
         """Rotate q and k, then attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d].
 
         qkv may be overwritten (`apply_rope`). heads, groups: those of this rank. packed: the
-        documents, which a query does not look out of; None: each row is one. cache: when text is
-        generated, the keys and values of the S - s tokens before these, to which this adds theirs.
-        window: a query looks at itself and the window - 1 tokens before it; 0: at all before it.
-        rotary: the elements of a head that are rotated; 0: all. Raises ValueError where the
-        requested kernel cannot do it.
+        documents; a query attends only within its own; None: each row is one document. cache: for
+        text generation, the keys and values of the S - s earlier tokens; those of the s new tokens
+        are appended. window: a query attends to itself and the window - 1 tokens before it; 0: to
+        all tokens before it. rotary: the number of elements of a head that are rotated; 0: all.
+        Raises ValueError if the requested kernel does not support it.
         """
         q, k, v = apply_rope(qkv, cos, sin, heads, groups, rotary)  # each [s, b, n, d]
         return self.attend(q, k, v, packed, cache, window)
@@ -75,19 +76,19 @@ class CoreAttention:
         scale: float | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Return softmax(scale q k^T) v of heads whose values have a size of their own.
+        """Return softmax(scale q k^T) v; the heads of v may have their own size.
 
         q [s, b, a, d], k [s, b, g, d], v [s, b, g, e], those of this rank, rotated by the caller ->
         [s, b, a e]. packed, cache, window: see `__call__`. scale: above 0; None: 1 / sqrt(d).
         sink: a logit of each of this rank's query heads, [a], that takes part in the softmax and
         has a value of 0 (Xiao et al. 2023; gpt-oss): y = sum_j exp(x_j) v_j / (exp(sink) +
-        sum_j exp(x_j)). Raises ValueError where sizes, window, scale or sink cannot be, and where
-        the requested kernel cannot do it.
+        sum_j exp(x_j)). Raises ValueError if sizes, window, scale or sink are invalid, or if the
+        requested kernel does not support them.
         """
         check_attention(q, k, v, window, scale, sink)
-        if scale is not None:  # on the queries, so that no kernel need know it
+        if scale is not None:  # applied to the queries, so that kernels need not support it
             q = q * (scale * q.shape[3] ** 0.5)
-        if self.maxima is not None and torch.is_grad_enabled():  # once, also where recomputed
+        if self.maxima is not None and torch.is_grad_enabled():  # once, also if recomputed
             self.note(self.maxima, q, k, packed, window)
         return self.compute(q, k, v, packed, cache, window=window, sink=sink)
 
@@ -99,7 +100,7 @@ class CoreAttention:
         packed: PackedSeqParams | None,
         window: int,
     ) -> None:
-        """Note the largest logits of q [s, b, a, d] and k [s, b, g, d], those of all tokens."""
+        """Record the largest logits of q [s, b, a, d] and k [s, b, g, d] of all tokens."""
         if packed is not None:
             q, k = one_row(q), one_row(k)
         q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)  # each [b, n, s, d]
@@ -115,7 +116,7 @@ class CoreAttention:
         window: int,
         sink: Tensor | None,
     ) -> Tensor:
-        """Do `attend` with a scale of 1 / sqrt(d), and without its checks."""
+        """Compute `attend` with a scale of 1 / sqrt(d), without its checks."""
         whole = packed is None and not window  # rows of one document
         if whole and cache is None and sink is None:
             return self.compute_rows(q, k, v)
@@ -144,25 +145,25 @@ class CoreAttention:
         if kernel == "cpu" and takes_native(q, k, v):
             return CausalAttention.apply(q, k, v)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
-        alike = k.shape[3] == v.shape[3]  # else most of torch's kernels do not take them
+        alike = k.shape[3] == v.shape[3]  # most of torch's kernels require it
         torch_chooses = kernel == "cpu" or self.requested == "auto"
         if kernel == "efficient" or (alike and torch_chooses):
             return dot_product_attention(q, k, v, alike=kernel == "efficient")
         return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
 
     def kernel(self, q: Tensor, v: Tensor, work: Work) -> Kernel:
-        """Return which kernel does some work on queries [..., d] and values [..., e]."""
+        """Return the kernel for a kind of work on queries [..., d] and values [..., e]."""
         card = card_of(q.device) if self.card is None else self.card
         return kernel_of(self.requested, card, q.dtype, max(q.shape[-1], v.shape[-1]), work)
 
 
-core_attention = CoreAttention()  # for a layer that takes no flag
+core_attention = CoreAttention()  # for a layer without the flag
 
 
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None, sink: Tensor | None
 ) -> None:
-    """Raise ValueError where `CoreAttention.attend` cannot be what is meant."""
+    """Raise ValueError if the arguments of `CoreAttention.attend` are invalid."""
     shapes = [list(x.shape) for x in (q, k, v)]
     if {len(shape) for shape in shapes} != {4}:
         raise ValueError(f"attend: q, k and v are [s, b, heads, size], not {shapes}")
@@ -188,8 +189,8 @@ def check_attention(
 def one_row(x: Tensor) -> Tensor:
     """Return rows [s, b, n, d] one after another, as a batch of one [b s, 1, n, d].
 
-    At b > 1 that is a copy, once for each of q, k and v, as that of y and of dy is: rows of
-    [s, b, ...] lie interleaved, and varlen operators find a token by one stride (docs/kernels.md).
+    At b > 1 each of q, k and v is copied for this, as y and dy are: the rows of [s, b, ...] are
+    interleaved in memory, and varlen operators use one stride per token (docs/kernels.md).
     """
     s, b = x.shape[:2]
     return x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3])
@@ -200,9 +201,10 @@ def dot_product_attention(
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], v [b, g, S, e] -> [s, b, a e].
 
-    causal: whether a query looks at earlier keys only; then s must be S. torch chooses the kernel.
-    alike: repeat k and v for each head of q. torch's memory-efficient kernel takes no fewer of them
-    before pytorch/pytorch#191085, and torch then multiplies s x s scores for each head.
+    causal: whether a query attends only to itself and earlier keys; s must then be S. torch chooses
+    the kernel. alike: repeat k and v for each head of q. Before pytorch/pytorch#191085 torch's
+    memory-efficient kernel does not support fewer heads of k and v, and torch falls back to
+    materialising s x s scores for each head.
     """
     if alike and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -213,7 +215,7 @@ def dot_product_attention(
 
 
 def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether csrc/attention.h takes these, fast, and has work for all threads."""
+    """Return whether csrc/attention.h supports these, is fast, and has work for all threads."""
     alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
     alike = alike and (len(q), q.shape[3]) == (len(k), k.shape[3])
     slices = _strides(q)[:2] == _strides(k)[:2] == _strides(v)[:2]  # of one tensor
@@ -222,7 +224,7 @@ def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return a tensor's strides, -1 for a dimension of one element, where it says nothing."""
+    """Return a tensor's strides, with -1 for a dimension of one element, whose stride is moot."""
     return [-1 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How keys and values come to the queries of a context-parallel rank: gathered, or round a ring.
+"""Bring keys and values to the queries of a context-parallel rank: by all-gather or by a ring.
 
     Gather   forward    start gather | own keys | all other keys
              backward   start gather | half of own keys | all other keys |
                         start reduce-scatter of dK, dV | the other half of own keys
-    Ring     forward    own keys | keys of the rank before | of the one before it | ...
-                        each while the next are on their way
-             backward   half of own keys | keys of the rank before | ... | the other half of own
-                        keys; dK, dV follow other ranks' keys a turn behind, home to their rank
+    Ring     forward    own keys | keys of the previous rank | of the one before it | ...
+                        each while the next keys are in flight
+             backward   half of own keys | keys of the previous rank | ... | the other half of own
+                        keys; dK, dV follow their keys one step later, back to their own rank
 
-Both are the inside of one autograd function, `ContextExchange`, which saves this rank's q, k, v,
-output and log-sum-exp alone. K and V travel as one tensor [s, b, g, d + e], d being the size of a
+Both run inside one autograd function, `ContextExchange`, which saves only this rank's q, k, v,
+output and log-sum-exp. K and V are sent as one tensor [s, b, g, d + e], d being the size of a
 key and e that of a value.
 """
 
@@ -42,7 +42,7 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse
 
 
 class Way(Protocol):
-    """Brings keys and values to queries. All tensors are [b, n, s, d], views of [s, b, n, d]."""
+    """A way to exchange keys and values. All tensors are [b, n, s, d], views of [s, b, n, d]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse."""
@@ -81,8 +81,8 @@ class ContextExchange(torch.autograd.Function):
 
 
 class Gather:
-    """All keys at once. ranges: the positions of each rank's tokens (shards.py). noted: where
-    forward notes each head's largest logit (max_logits.py), None where it need not.
+    """Gather all keys at once. ranges: the positions of each rank's tokens (shards.py). noted:
+    where forward records each head's largest logit (max_logits.py); None: it does not.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Gather:
         self.blocks = gather_blocks(axis.rank, ranges, documents, window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Attend to own keys while the others come."""
+        """Attend to own keys while the other ranks' keys are gathered."""
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=FORWARD)
         attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel, noted=self.noted)
@@ -110,8 +110,9 @@ class Gather:
         attend(self.blocks.far, q, *theirs, out, lse, kernel=self.kernel, noted=self.noted)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
-        """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
-        and takes the place of its keys; what they did for this rank's is added in rank order.
+        """Gather again. dK and dV of the far blocks are summed in the accumulation dtype, one piece
+        of the row at a time, and overwrite the keys of the piece; the reduce-scatter then adds the
+        ranks' contributions in rank order.
         """
         q, k, v, out, lse = saved
         early, late = halves(self.blocks.near)
@@ -129,7 +130,7 @@ class Gather:
             part = torch.zeros_like(keys, dtype=dq.dtype)
             sums = (dq, *_unstack(part, k))
             attend_backward(todo, dy, (q, *_unstack(keys, k), out, lse), sums, self.kernel)
-            keys.copy_(part)  # their gradients, from here on
+            keys.copy_(part)  # from here on `every` holds their gradients
             del keys, part, sums
         sent = every.index_select(0, back)
         del every
@@ -141,7 +142,7 @@ class Gather:
 
 
 class Ring:
-    """Keys of one rank after the other. The arguments are those of Gather."""
+    """Pass keys around a ring, one rank's at a time. The arguments are those of Gather."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Ring:
         self.blocks = ring_blocks(axis.rank, ranges, documents, window)
 
     def _pass_on(self, x: Tensor, label: Label) -> tuple[Tensor, Handle]:
-        """Start sending x to the next rank and receiving what comes from the one before."""
+        """Start sending x to the next rank and receiving the same shape from the previous one."""
         size, rank = self.axis.size, self.axis.rank
         if size == 1:
             return x, DONE
@@ -164,7 +165,7 @@ class Ring:
         return into, exchange(x, self.axis, (rank + 1) % size, (rank - 1) % size, into, label)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Attend to one rank's keys while the next are on their way."""
+        """Attend to one rank's keys while the next ones are in flight."""
         here, size = _together(k, v), self.axis.size
         for step in range(size):
             coming, handle = here, DONE
@@ -176,8 +177,9 @@ class Ring:
             here = coming
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
-        """Do the same again. A sum of dK and dV begins at the rank after that of its keys, leaves a
-        step after them, and gets home while this rank attends to the rest of own keys.
+        """Pass the keys around again. The sum of a rank's dK and dV starts at the next rank,
+        follows the keys one step later, and returns while the rank processes the second half of its
+        own blocks.
         """
         q, k, v, out, lse = saved
         rank, size = self.axis.rank, self.axis.size
@@ -208,7 +210,7 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Return K [b, g, s, d] and V [b, g, s, e] as they travel, [s, b, g, d + e]: a copy."""
+    """Return a copy of K [b, g, s, d] and V [b, g, s, e] as one message [s, b, g, d + e]."""
     return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 3)
 
 
@@ -225,7 +227,7 @@ def _unstack(kv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor, k: Tensor) -> Tensor:
-    """Add blocks' dk and dv to sums [s, b, g, d + e], which are returned. k: keys of size d."""
+    """Add blocks' dk and dv to the sums dkv [s, b, g, d + e]; return them. k: keys of size d."""
     for at, *parts in found:
         for total, part in zip(_unstack(dkv, k), parts, strict=True):
             total[:, :, at] += part
@@ -233,14 +235,14 @@ def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor, k: Tensor
 
 
 def in_order(ranges: tuple[Ranges, ...], device: torch.device) -> Tensor:
-    """Return the index that puts ranks' tokens, one rank after the other, in order of position:
-    int64 [s]. A copy to CUDA is asynchronous.
+    """Return the index that sorts the ranks' tokens, concatenated in rank order, by position:
+    int64 [s]. The copy to CUDA is asynchronous.
     """
     return _on(device, _in_order(ranges)[0])
 
 
 def by_rank(ranges: tuple[Ranges, ...], device: torch.device) -> Tensor:
-    """Return the index that undoes `in_order`: int64 [s]. A copy to CUDA is asynchronous."""
+    """Return the inverse of `in_order`: int64 [s]. The copy to CUDA is asynchronous."""
     return _on(device, _in_order(ranges)[1])
 
 

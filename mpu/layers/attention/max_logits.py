@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest attention logit of each head over the global batch, and QK-clip, which bounds it.
 
-A logit is q k^T / sqrt(d), of a query and a key that it looks at: no masked pair counts.
+A logit is q k^T / sqrt(d) of a query and a key that it attends to: masked pairs do not count.
 
-    in a step   each forward that has a backward notes the maximum of each of its heads
+    in a step   each forward that has a backward records the maximum of each of its heads
     its end     the maximum over micro-batches and over cp x dp: exact, so in any order
                 -> S of each key/value group, the maximum of its query heads
                 -> after the update, where S > threshold, with eta = threshold / S:
                    the group's rows of W_q are multiplied by eta^alpha, of W_k by eta^(1 - alpha)
 
-That is Megatron-LM's rule (megatron/core/optimizer/qk_clip.py), of MuonClip (Kimi K2 technical
-report, 2025, section 2.1), in which each head has its own key. The maxima take one more product
-q k^T a layer, and no kernel of attention changes. On a GPU it is mpu/kernels/max_logits.py, which
-stores no logit; where that does not take the tensors, and on a CPU, torch multiplies some rows at a
-time. A step whose update is skipped clips nothing. What an evaluation or a measurement sees is not
-noted, and a recomputed forward is noted once. Nothing waits for the device.
+That is the rule of Megatron-LM (megatron/core/optimizer/qk_clip.py) and of MuonClip (Kimi K2
+technical report, 2025, section 2.1), in which each head has its own key. The maxima cost one
+additional product q k^T per layer; the attention kernels are unchanged. On a GPU it is
+mpu/kernels/max_logits.py, which stores no logits; on a CPU, and for tensors that it does not
+support, torch multiplies some rows at a time. A step whose update is skipped clips nothing.
+Evaluations and measurements are not recorded, and a recomputed forward is recorded once. Nothing
+waits for the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,30 +35,30 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of
 
 LABEL = Label("core_attention", "max logits")
-# of torch's operations: logits that exist at once on a CPU, which stay in its cache, and bytes of
-# them elsewhere: few launches, little memory
+# for torch's operations: the number of logits in memory at once on a CPU, which stay in its cache,
+# and their bytes elsewhere: few launches, little memory
 CHUNK, CHUNK_BYTES = 1 << 22, 1 << 28
-WIDEST = 256  # elements of a head that the kernel takes
+WIDEST = 256  # the largest head size that the kernel supports
 
 
 class Noted(NamedTuple):
-    """Where maxima of heads are noted: values [a]. on_gpu: LayerContext's."""
+    """The tensor in which maxima of heads are recorded: values [a]. on_gpu: LayerContext's."""
 
     values: Tensor
     on_gpu: bool = False
 
 
 class HeadMaxima:
-    """The maxima of one layer's heads in this step: [heads of this rank], None before the first."""
+    """The maxima of one layer's heads in this step: [heads of this rank]; None before the first."""
 
     def __init__(self, ctx: LayerContext) -> None:
         self.ctx = ctx
         self.noted: Tensor | None = None
 
     def of(self, heads: int, first: int = 0, among: int = 0) -> Noted:
-        """Return where the maxima of heads [first, first + heads) are noted.
+        """Return the slot for the maxima of heads [first, first + heads).
 
-        among: the query heads of this rank, where these are not all.
+        among: the number of query heads of this rank, if `heads` are not all.
         """
         if self.noted is None:
             kind, device = self.ctx.accumulate, self.ctx.device
@@ -68,10 +69,10 @@ class HeadMaxima:
 def note_rows(
     noted: Noted, q: Tensor, k: Tensor, packed: PackedSeqParams | None, window: int
 ) -> None:
-    """Raise `noted` to each head's largest logit in whole rows: q [b, a, s, d], k [b, g, s, d].
+    """Update `noted` by each head's largest logit in whole rows: q [b, a, s, d], k [b, g, s, d].
 
-    packed: the documents in the row (b is 1 then); None: each row is one. On a GPU it is one launch
-    for all of them.
+    packed: the documents in the row (b is then 1); None: each row is one document. On a GPU it is
+    one launch for all of them.
     """
     with torch.no_grad():
         if by_kernel(noted, q, k):
@@ -85,10 +86,10 @@ def note_rows(
 def note_maxima(
     noted: Noted, q: Tensor, k: Tensor, todo: Sequence[Block], before: int = 0
 ) -> None:
-    """Raise `noted` to each head's largest logit in blocks: q [b, a, s, d], k [b, g, S, d].
+    """Update `noted` by each head's largest logit in blocks: q [b, a, s, d], k [b, g, S, d].
 
-    before: taken off the places of queries, as in `attend` of block_attention.py. On a GPU it is
-    one launch a block.
+    before: subtracted from the indices of queries, as in `attend` of block_attention.py. On a GPU
+    it is one launch per block.
     """
     values, on_gpu = noted
     with torch.no_grad():
@@ -96,7 +97,7 @@ def note_maxima(
         for block in todo:
             some = q[:, :, block.q.start - before : block.q.stop - before]
             keys, causal = k[:, :, block.kv.start : block.kv.stop], block.part == "tril"
-            if launches:  # a "triu" is a window that ends behind each query
+            if launches:  # a "triu" is a window of one token, without a causal limit
                 window = 1 if block.part == "triu" else 0
                 launch(some, keys, values, causal=causal, window=window)
             else:
@@ -105,8 +106,8 @@ def note_maxima(
 
 
 def by_kernel(noted: Noted, q: Tensor, k: Tensor) -> bool:
-    """Return whether mpu/kernels/max_logits.py takes these: 16-bit numbers on a GPU, as attention
-    has them, and sums in fp32. Where a GPU's step is recorded, on meta tensors, it has Triton.
+    """Return whether mpu/kernels/max_logits.py supports these: 16-bit tensors on a GPU, in
+    attention's layout, and fp32 maxima. Meta tensors of a recorded GPU step assume Triton.
     """
     return (
         noted.on_gpu
@@ -121,7 +122,7 @@ def by_kernel(noted: Noted, q: Tensor, k: Tensor) -> bool:
 
 
 def launch(q: Tensor, k: Tensor, noted: Tensor, **how: Any) -> None:
-    """Launch the kernel, which stores nothing, so that a plan has nothing to count."""
+    """Launch the kernel, except on meta tensors: it allocates nothing that a plan must count."""
     if not q.is_meta:
         from mpu.kernels.max_logits import max_logits
 
@@ -139,14 +140,14 @@ def largest(
     for first in range(0, s, step):
         last = min(first + step, s)
         low, high = (first if part == "triu" else 0), (last if part == "tril" else keys)
-        some = q[:, :, first:last].reshape(b * g, -1, d)  # the heads of a group, one by one
+        some = q[:, :, first:last].reshape(b * g, -1, d)  # the heads of a group, one after another
         scores = _products(some, k[:, :, low:high].flatten(0, 1), kind, on_gpu)
         scores = scores.view(b, a, last - first, high - low)
         if part != "all":
             hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
             hidden = hidden.triu(first - low + 1) if part == "tril" else hidden.tril(-1)
             scores.masked_fill_(hidden, -torch.inf)
-        # NaN and infinity are one: the step is skipped
+        # NaN counts as infinity: the step is skipped either way
         top = scores.amax((0, 2, 3)).nan_to_num_(torch.inf, torch.inf, -torch.inf)
         found = torch.maximum(found, top)
     return found.mul_(d**-0.5)
@@ -160,39 +161,39 @@ def _products(q: Tensor, k: Tensor, kind: torch.dtype, on_gpu: bool) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """A parameter whose rows are multiplied, each by its factor: [rows]."""
+    """A parameter and a factor for each of its rows: [rows]."""
 
     param: nn.Parameter
     factors: Tensor
 
 
 class MaxLogits(StepState):
-    """The maxima of all layers of a rank, in the order in which the model made them.
+    """The maxima of all layers of a rank, in the order in which the model created them.
 
     largest: of the last step, [layers], over this rank's heads; None before the first. clipped: the
-    key/value groups that were clipped in it. Raises ValueError where QK-clip cannot pair layers and
+    number of key/value groups clipped in it. Raises ValueError if QK-clip cannot match layers to
     weights.
     """
 
     def __init__(self, ctx: LayerContext) -> None:
         self.ctx = ctx
         self.layers: list[HeadMaxima] = []
-        self.linears: list[nn.Module] = []  # which make queries, keys and values
+        self.linears: list[nn.Module] = []  # the layers that compute queries, keys and values
         self.largest: Tensor | None = None
         self.clipped: Tensor | None = None
         self._eta: list[Tensor] = []  # [groups of this rank] of each layer
 
     def begin_step(self) -> None:
-        """Forget what was noted since the last step."""
+        """Discard the maxima recorded since the last step."""
         for layer in self.layers:
             if layer.noted is not None:
                 layer.noted.fill_(-torch.inf)
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:
-        """Take the maxima over the ranks that have the same heads; see what is to be clipped.
+        """Reduce the maxima over the ranks that have the same heads; compute the clip factors.
 
-        found_inf: 1.0 where the update is skipped, and with it the clip.
+        found_inf: 1.0 if the update is skipped, and the clip with it.
         """
         noted = [layer.noted for layer in self.layers if layer.noted is not None]
         self._eta = []
@@ -215,7 +216,7 @@ class MaxLogits(StepState):
         pairs = zip(parts, self.linears, strict=True)
         groups = [_group_maxima(part, linear) for part, linear in pairs]
         tops = torch.cat(groups)
-        if shared.size > 1:  # its ranks have other queries of the same key
+        if shared.size > 1:  # its ranks hold other query heads of the same key head
             tops = all_reduce(tops, shared, op=MAX, label=LABEL)[0]
         over = (tops > clip.threshold) & torch.isfinite(tops) & (found_inf == 0)
         for part, linear in zip(over.split([len(g) for g in groups]), self.linears, strict=True):
@@ -226,7 +227,7 @@ class MaxLogits(StepState):
         self._eta = list(eta.split([len(each) for each in groups]))
 
     def row_factors(self) -> Iterator[Rows]:
-        """Yield what QK-clip multiplies after the update: weights, and biases where there are."""
+        """Yield the weights, and biases if any, that QK-clip scales after the update."""
         clip = self.ctx.qk_clip
         assert clip is not None or not self._eta
         for linear, eta in zip(self.linears, self._eta, strict=bool(self._eta)):
@@ -241,7 +242,7 @@ class MaxLogits(StepState):
 
 
 def _local_sections(linear: nn.Module) -> list[int]:
-    """Return this rank's rows of queries, keys and values."""
+    """Return this rank's numbers of rows for queries, keys and values."""
     assert isinstance(linear.weight, nn.Parameter)
     place = placement_of(linear.weight)
     return [rows // place.axis.size for rows in place.sections]
@@ -258,7 +259,7 @@ def _group_maxima(maxima: Tensor, linear: nn.Module) -> Tensor:
 
 
 def max_logits_of(ctx: LayerContext) -> MaxLogits | None:
-    """Return what notes the maxima of a rank, None where no flag asks for them."""
+    """Return the recorder of a rank's maxima; None if no flag requests them."""
     if not ctx.log_max_attention_logit and ctx.qk_clip is None:
         return None
     found = ctx.sink.state_of(MaxLogits)
@@ -269,7 +270,7 @@ def max_logits_of(ctx: LayerContext) -> MaxLogits | None:
 
 
 def head_maxima_of(ctx: LayerContext) -> HeadMaxima | None:
-    """Return what notes the maxima of one more layer, None where no flag asks for them."""
+    """Return a new recorder for one more layer's maxima; None if no flag requests them."""
     every = max_logits_of(ctx)
     if every is None:
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a row each context-parallel rank holds, and which blocks of attention it does.
+"""Which tokens of a row each context-parallel rank holds, and which attention blocks it computes.
 
-A late token of a document looks at more keys than an early one. So each document is cut into
-2 cp equal chunks, and rank r holds chunks r and 2 cp - 1 - r: each has the same tokens and the
-same work. (The head-tail, or zig-zag, order of Megatron's context parallelism.)
+A late token of a document attends to more keys than an early one. So each document is cut into
+2 cp equal chunks, and rank r holds chunks r and 2 cp - 1 - r: every rank has the same number of
+tokens and the same work. (The head-tail, or zig-zag, order of Megatron's context parallelism.)
 
     one document of 8 tokens, cp 2        documents of 5 and 3, cp 2
 
@@ -16,10 +16,10 @@ same work. (The head-tail, or zig-zag, order of Megatron's context parallelism.)
     0 0 0 0 0 0 0 .                       . . . . . 1 1 .
     0 0 0 0 0 0 0 0                       . . . . . 0 0 0
 
-The n mod 2 cp tokens that a document's chunks leave over are its first ones, which have the least
-work. Those of all documents together are dealt out, one a rank in each round, so a row needs no
-padding; in short rows ranks then exchange some. Everything here is arithmetic on positions: it
-serves the batch, attention, the plan and the picture (benchmarks/draw_attention.py).
+The n mod 2 cp tokens that do not fill a document's chunks are its first ones, which have the least
+work. The leftover tokens of all documents are dealt out, one per rank in each round, so a row needs
+no padding; in short rows ranks then exchange some. Everything here is arithmetic on positions, used
+by the batch, attention, the plan and the picture (benchmarks/draw_attention.py).
 """
 
 from bisect import bisect_right
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from mpu.layers.attention.blocks import Block, document_blocks
 
 Ranges = tuple[range, ...]
-EVEN = 0.05  # of the mean: so much more work of the busiest rank is even enough
+EVEN = 0.05  # accepted excess of the busiest rank's work, as a fraction of the mean
 
 
 @lru_cache(maxsize=64)
@@ -39,7 +39,7 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
     """Return, for each of cp ranks, the ranges of a row's positions that it holds, ascending.
 
     documents: lengths, which fill the row. Each rank holds 1 / cp of the tokens. Raises ValueError
-    where the row does not divide by cp.
+    if the row is not divisible by cp.
     """
     total = sum(documents)
     if total % cp:
@@ -47,7 +47,7 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
             f"a row of {total} tokens does not divide over {cp} context-parallel ranks"
         )
     of_ranks = [list[range]() for _ in range(cp)]
-    over = list[tuple[int, int]]()  # (keys that it looks at, negative; position)
+    over = list[tuple[int, int]]()  # (minus the number of keys of a token, its position)
     begin = 0
     for length in documents:
         chunk, rest = divmod(length, 2 * cp)
@@ -73,15 +73,15 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
 
 
 def _exchange(dealt: list[list[tuple[int, int]]], work: list[int]) -> bool:
-    """Exchange a token of the busiest rank for a lighter one of another, so that the busier of the
-    two has the least work; return whether that helps.
+    """Swap a token of the busiest rank for a lighter one of another rank, so as to minimise the
+    work of the busier of the two; return whether that reduces it.
     """
     busiest = work.index(max(work))
-    best = (work[busiest], 0, 0, 0)  # work of the busier one; the other rank; places of the tokens
+    best = (work[busiest], 0, 0, 0)  # work of the busier rank; the other rank; the tokens' indices
     for other, tokens in enumerate(dealt):
         for i, (mine, _) in enumerate(dealt[busiest]):
             for j, (theirs, _) in enumerate(tokens):
-                less = theirs - mine  # they count downwards
+                less = theirs - mine  # the counts are negative
                 best = min(best, (max(work[busiest] - less, work[other] + less), other, i, j))
     after, other, i, j = best
     if after == work[busiest]:
@@ -95,7 +95,7 @@ def _exchange(dealt: list[list[tuple[int, int]]], work: list[int]) -> bool:
 
 
 def joined(ranges: Sequence[range]) -> Ranges:
-    """Return ranges in ascending order, those that touch as one."""
+    """Return ranges in ascending order, with adjacent ones merged."""
     found = list[range]()
     for each in sorted(ranges, key=lambda r: r.start):
         if found and found[-1].stop == each.start:
@@ -107,9 +107,9 @@ def joined(ranges: Sequence[range]) -> Ranges:
 
 @lru_cache(maxsize=64)
 def documents_of_rows(lengths: tuple[int, ...], rows: int) -> tuple[tuple[int, ...], ...]:
-    """Cut the documents of a micro-batch (PackedSeqParams.lengths) into those of each row.
+    """Split the documents of a micro-batch (PackedSeqParams.lengths) by row.
 
-    Raises ValueError where a row does not end with a document.
+    Raises ValueError if a document crosses the end of a row.
     """
     size, rest = divmod(sum(lengths), rows)
     every, row, filled = list[tuple[int, ...]](), list[int](), 0
@@ -126,7 +126,7 @@ def documents_of_rows(lengths: tuple[int, ...], rows: int) -> tuple[tuple[int, .
 
 @lru_cache(maxsize=64)
 def batch_shards(cp: int, rows: tuple[tuple[int, ...], ...]) -> tuple[Ranges, ...]:
-    """Return `shards` of a micro-batch whose rows follow one another: each row cut for itself."""
+    """Return `shards` of a micro-batch of consecutive rows, each of which is cut separately."""
     size, of_ranks = sum(rows[0]), [list[range]() for _ in range(cp)]
     for i, documents in enumerate(rows):
         for own, ranges in zip(of_ranks, shards(cp, documents), strict=True):
@@ -137,9 +137,9 @@ def batch_shards(cp: int, rows: tuple[tuple[int, ...], ...]) -> tuple[Ranges, ..
 def context_blocks(
     rank: int, cp: int, documents: tuple[int, ...], window: int = 0
 ) -> tuple[Block, ...]:
-    """Return what a rank's queries look at, by position: see mpu/layers/attention/blocks.py.
+    """Return the blocks of a rank's queries, by position: see mpu/layers/attention/blocks.py.
 
-    Over the ranks, each allowed pair of query and key is in one block.
+    Over all ranks, each allowed pair of query and key is in exactly one block.
     """
     return tuple(_blocks(shards(cp, documents)[rank], documents, window))
 
@@ -157,13 +157,13 @@ def _blocks(queries: Ranges, documents: tuple[int, ...], window: int) -> Iterato
 
 
 def balance(cp: int, documents: tuple[int, ...], window: int = 0) -> float:
-    """Return the pairs of query and key of the busiest rank over the mean of all: 1.0 is even."""
+    """Return the busiest rank's number of query-key pairs over the mean of all ranks; 1.0: even."""
     work = [pairs(context_blocks(rank, cp, documents, window)) for rank in range(cp)]
     return max(work) * cp / sum(work)
 
 
 def pairs(found: Sequence[Block]) -> int:
-    """Return the pairs of query and key in blocks: attention's FLOPs over 4 a d."""
+    """Return the number of query-key pairs in blocks: attention's FLOPs over 4 a d."""
     count = 0
     for q, kv, part in found:
         n = len(q)
@@ -173,9 +173,10 @@ def pairs(found: Sequence[Block]) -> int:
 
 @lru_cache(maxsize=64)
 def halves(found: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Share blocks out to two parts of about as many pairs, whatever their order.
+    """Divide blocks into two parts with about equally many pairs, in any order.
 
-    A causal square with more than half of all is cut into two of half its size and a rectangle.
+    A causal square with more than half of all pairs is cut into two half-size squares and a
+    rectangle.
     """
     every, half = list[Block](), pairs(found) / 2
     for q, kv, part in found:
@@ -197,20 +198,20 @@ def halves(found: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ..
 def ring_blocks(
     rank: int, ranges: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
 ) -> tuple[tuple[Block, ...], ...]:
-    """Return what a rank's queries look at, separately for each rank that holds the keys.
+    """Return the blocks of a rank's queries, separately for each rank that holds the keys.
 
-    ranges: the positions of each rank, as they follow one another in its memory. The blocks' ranges
-    are places there. Own blocks come with every "tril" first, so own keys are the first to take.
+    ranges: the positions of each rank, in the order of its memory. The blocks' ranges are indices
+    into that memory. A rank's own blocks begin with every "tril", so process its own keys first.
     """
     found = sorted(_blocks(ranges[rank], documents, window), key=lambda block: block.part != "tril")
     return tuple(local_blocks(found, ranges[rank], keys) for keys in ranges)
 
 
 class GatherBlocks(NamedTuple):
-    """What a rank's queries look at, where all keys lie in order of position.
+    """The blocks of a rank's queries, if all keys are in order of position.
 
-    near: blocks of own keys, by place: each "tril". far: all others, keys by position. pieces: far
-    again, cut where a range of keys of 1 / cp of the row ends; places in each.
+    near: the "tril" blocks, by index into this rank's own keys. far: all other blocks, keys by
+    position. pieces: `far` again, cut into cp equal ranges of the row's keys, by index into each.
     """
 
     near: tuple[Block, ...]
@@ -235,10 +236,10 @@ def gather_blocks(
 
 
 def local_blocks(found: Sequence[Block], queries: Ranges, keys: Ranges) -> tuple[Block, ...]:
-    """Return the parts of blocks whose keys are in `keys`, by place in memory instead of position.
+    """Return the parts of blocks whose keys are in `keys`, by index in memory, not by position.
 
-    queries, keys: what memory holds, in order. Each block's queries are in one range of `queries`.
-    Whole rectangles that touch in memory become one.
+    queries, keys: the positions in memory, in order. Each block's queries are in one range of
+    `queries`. Whole rectangles that are adjacent in memory are merged.
     """
     places = _Places(queries), _Places(keys)
     local = list[Block]()
@@ -253,7 +254,7 @@ def local_blocks(found: Sequence[Block], queries: Ranges, keys: Ranges) -> tuple
 
 
 class _Places:
-    """Where positions are in memory that holds some ranges of them, ascending."""
+    """Maps positions to indices in memory that holds some ranges of them, ascending."""
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
@@ -266,7 +267,7 @@ class _Places:
         return range(first, first + len(positions))
 
     def overlaps(self, positions: range) -> Iterator[range]:
-        """Yield the parts of `positions` that memory holds."""
+        """Yield the parts of `positions` that are in memory."""
         number = bisect_right(self.stops, positions.start)
         while number < len(self.ranges) and self.ranges[number].start < positions.stop:
             each = self.ranges[number]
@@ -275,14 +276,14 @@ class _Places:
 
 
 def _within(block: Block, places: _Places) -> Iterator[Block]:
-    """Yield a block's parts whose keys memory holds: rectangles and squares again."""
+    """Yield the parts of a block whose keys are in memory: again rectangles and squares."""
     q, kv, part = block
     for some in places.overlaps(kv):
         if part == "all" or some == kv:
             yield Block(q, some, part)
             continue
         assert part == "triu", "a query's own keys are where the query is"
-        # of the keys in `some`, queries before its first look at all, those inside at the rest
+        # queries before `inside` attend to all keys of `some`, those inside to its triangle
         inside = range(q.start + some.start - kv.start, q.start + some.stop - kv.start)
         if q.start < inside.start:
             yield Block(range(q.start, inside.start), some, "all")
@@ -290,7 +291,7 @@ def _within(block: Block, places: _Places) -> Iterator[Block]:
 
 
 def _as_one(a: Block, b: Block) -> Block | None:
-    """Return two whole rectangles that touch as one, if they make one."""
+    """Merge two adjacent whole rectangles into one; return None if they do not form one."""
     if (a.part, b.part) != ("all", "all"):
         return None
     if a.q == b.q and a.kv.stop == b.kv.start:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention by Transformer Engine's DotProductAttention, for --attention-backend te.
 
-It chooses between flash-attn, cuDNN and its own plain attention (its environment variables
-NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN). Rotation, and generation of text, are those
-of core.py.
+It chooses between flash-attn, cuDNN and its own unfused attention (its environment variables
+NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN). Rotation and text generation use core.py.
 """
 
 import importlib
@@ -18,7 +17,7 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 
 
 class TransformerEngineAttention(CoreAttention):
-    """`CoreAttention` by Transformer Engine, whose module is made at the first call."""
+    """`CoreAttention` by Transformer Engine, whose modules are made at the first call."""
 
     def __init__(self, maxima: HeadMaxima | None = None) -> None:
         super().__init__("te", maxima=maxima)
@@ -34,7 +33,7 @@ class TransformerEngineAttention(CoreAttention):
         window: int,
         sink: Tensor | None,
     ) -> Tensor:
-        """Do `attend`: q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] -> [s, b, a e]."""
+        """Compute `attend`: q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] -> [s, b, a e]."""
         if cache is not None:
             return core_attention.compute(q, k, v, packed, cache, window=window, sink=sink)
         if sink is not None:

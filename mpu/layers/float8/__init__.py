@@ -3,6 +3,6 @@
 
 recipe    Float8, a Recipe of mpu/layers/linear.py
 rows      rows of float8: codes and their scales in one tensor
-delayed   scales that follow from earlier steps
+delayed   scales computed from earlier steps
 cuda      torch's scaled_mm
 """

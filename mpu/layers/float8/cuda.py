@@ -3,13 +3,13 @@
 
     tensorwise   one fp32 scale, at an address divisible by 16        compute capability 8.9, 9 up
     rowwise      fp32 [n, 1]                                          the same
-    blockwise    fp32 [n, k/128] column by column; of a weight        9.0 alone
-                 [k/128 up to a multiple of 4, n/128] column by column
+    blockwise    fp32 [n, k/128], column-major; of a weight           9.0 only
+                 [k/128 up to a multiple of 4, n/128], column-major
     mxfp8        bytes (e8m0) in tiles of 128 x 4, padded             10.0 up
 
-Codes are multiplied where they lie: rows of k codes a row of bytes apart. Scales are laid out anew,
-unless the kernel that made the rows did it. cublasLt refuses a tensorwise scale at another address
-(CUBLAS_STATUS_NOT_SUPPORTED; seen with cublasLt 13.1 on an H200).
+Codes are multiplied in place: k codes per row, with the row's bytes as stride. Scales are copied to
+the layout above, unless the kernel that made the rows has done so. cublasLt rejects a tensorwise
+scale at any other address (CUBLAS_STATUS_NOT_SUPPORTED; seen with cublasLt 13.1 on an H200).
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpu.layers.float8.rows import BLOCKS, Format, codes, scales
 
-CAPABLE = {  # compute capabilities, and the devices that have them
+CAPABLE = {  # lowest and highest compute capability, and devices that have them
     "tensorwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
     "rowwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
     "blockwise": ((9, 0), (9, 9), "9.0 (Hopper); on Blackwell use mxfp8"),
@@ -29,13 +29,13 @@ CAPABLE = {  # compute capabilities, and the devices that have them
 
 
 def unsupported(scaling: str, device: torch.device) -> str:
-    """Return why a GPU cannot multiply so, or "" where it can."""
+    """Return why a GPU does not support a scaling, or "" if it does."""
     found = torch.cuda.get_device_capability(device)
     return lacks(scaling, found, torch.cuda.get_device_name(device))
 
 
 def lacks(scaling: str, found: tuple[int, int], name: str) -> str:
-    """Return why a GPU of a compute capability cannot multiply so, or "" where it can."""
+    """Return why a GPU of a compute capability does not support a scaling, or "" if it does."""
     low, high, needed = CAPABLE[scaling]
     if low <= found <= high:
         return ""
@@ -53,18 +53,18 @@ class Operand(NamedTuple):
 
 
 def prepare(rows: Tensor, scaling: str) -> None:
-    """Note a weight's scales with its rows: a weight meets the rows of several ranks in turn."""
+    """Lay out a weight's scales once, as it may be multiplied with the rows of several ranks."""
     rows.scales_as_b = _layout(rows, scaling, weight=True, of_a=False)  # type: ignore[attr-defined]
 
 
 def multiply(
     a: Operand, b: Operand, scaling: str, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Return a b^T [n, m] of rows a [n], b [m]. A b that went through `prepare` is a weight.
+    """Return a b^T [n, m] of rows a [n], b [m]. A `b` passed to `prepare` before is a weight.
 
-    fast: sums may be kept in fewer bits within a tile, as is usual in forward; not with scales of
-    blocks, whose sums are kept in fp32 (Transformer Engine's Float8BlockScaling asks the same of
-    all three products). mxfp8 comes out in bf16 at most, and is converted.
+    fast: sums within a tile may use fewer bits, as is usual in forward; ignored for block scales,
+    whose sums are in fp32 (as for all three products of Transformer Engine's Float8BlockScaling).
+    The result of mxfp8 is bf16, which is then converted.
     """
     block, kind = BLOCKS[scaling], F.ScalingType
     ready = getattr(b.rows, "scales_as_b", None)
@@ -90,7 +90,7 @@ def multiply(
 
 
 def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
-    """Return the scales of rows as scaled_mm takes them: of a, or of b."""
+    """Return the scales of rows in the layout that scaled_mm requires for a (of_a) or b."""
     byte = scales(rows, BLOCKS[scaling])
     if scaling == "mxfp8":
         return swizzled(byte)
@@ -107,17 +107,17 @@ def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
 
 
 def wide(byte: Tensor) -> Tensor:
-    """Return the scales of bytes in fp32, of the strides of a new tensor, in one launch.
+    """Return the scales of bytes in fp32, as a contiguous tensor, in one launch.
 
-    They are what scale_of returns, but for 255, of which e8m0 makes a NaN.
+    They equal those of scale_of, except for 255, which is NaN in e8m0.
     """
     return byte.view(torch.float8_e8m0fnu).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def swizzled(byte: Tensor) -> Tensor:
-    """Return e8m0 scales in the order of tensor cores: bytes [n, k/32], padded to tiles of 128 x 4.
+    """Return e8m0 scales in tensor-core order: bytes [n, k/32], padded to tiles of 128 x 4.
 
-    A tile's rows r and columns c stand at 16 (r mod 32) + 4 (r div 32) + c; tiles row by row.
+    Row r and column c of a tile are at 16 (r mod 32) + 4 (r div 32) + c; tiles are row-major.
     """
     n, blocks = byte.shape
     padded = F.pad(byte, (0, -blocks % 4, 0, -n % 128))

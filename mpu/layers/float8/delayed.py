@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delayed scaling: a tensor's scale in float8 follows from its largest numbers in earlier steps.
+"""Delayed scaling: a tensor's float8 scale is computed from its maxima (amax) in earlier steps.
 
-    in a step     each x, w and dy is scaled by the stored byte; the byte it would need is noted
-    its end       the maximum of what was noted, over micro-batches and over tp x cp x dp
+    in a step     each x, w and dy is scaled by the stored byte; the byte it would need is recorded
+    its end       the maximum of the recorded bytes, over micro-batches and over tp x cp x dp
                   -> the newest entry of the history -> the stored byte of the next step
 
-So no operand waits for its own amax, and no message about scales travels but one at the end of a
-step, over tp and over dp x cp (Micikevicius et al. 2022, arXiv:2209.05433, section 3.3). Numbers
-above the stored scale's maximum are clamped. Numbers that are not finite stay so. In the first step
-there is no history, and each tensor is scaled by the tensor at hand ("tensorwise").
+So no operand waits for its own amax, and the only communication of scales is at the end of a step,
+over tp and over dp x cp (Micikevicius et al. 2022, arXiv:2209.05433, section 3.3). Values above the
+maximum of the stored scale are clamped. Values that are not finite stay so. In the first step there
+is no history, and each tensor is scaled by its own amax ("tensorwise").
 
-Noting is a maximum, so what recomputation repeats changes nothing; what an evaluation or a
-measurement notes between two steps is forgotten when the next one begins. A step whose update is
-skipped leaves the history as it was.
+A maximum is recorded, so recomputation changes nothing; bytes recorded by an evaluation or a
+measurement between two steps are discarded when the next one begins. A step whose update is skipped
+leaves the history unchanged.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ AMAXES = Label("float8", "amaxes")
 
 @dataclass(frozen=True)
 class Delayed:
-    """How scales follow from the history: Megatron's flags --fp8-amax-*.
+    """How scales are computed from the history: Megatron's flags --fp8-amax-*.
 
-    length: steps that are stored. most_recent: the newest amax decides, else the largest.
+    length: number of steps stored. most_recent: use the newest amax; else the largest.
     """
 
     length: int = 1
@@ -45,12 +45,12 @@ class Delayed:
 class AmaxHistory(StepState):
     """The amaxes of one rank's layers, in the order of `names`: x, dy and w of each.
 
-    history: fp32 [layers, 3, length], the newest first, 0 where nothing is; an entry is the largest
-    number that the scale of the true amax holds, which has the same scale in every format.
-    scale_bytes_of_step: the byte of each scale now in use, [layers, 3]. filled: of each layer,
-    whether there is a history to scale by.
+    history: fp32 [layers, 3, length], the newest first, 0 if empty; an entry is the largest value
+    that the scale of the true amax can represent, which has the same scale in every format.
+    scale_bytes_of_step: the byte of each scale in use, [layers, 3]. filled: for each layer, whether
+    it has a history.
 
-    like: a weight, on whose device they are.
+    like: a weight, whose device is used.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AmaxHistory(StepState):
     ) -> None:
         self.names, self.how, self.ctx = names, how, ctx
         self._forms = (E4M3, dy, E4M3)
-        # what is only counted, without data, is a step in mid-run
+        # a dry run without data represents a step in the middle of a run
         self.filled = [like.is_meta] * len(names)
         shape = len(names), len(ROLES)
         self.history = like.new_zeros((*shape, how.length), dtype=torch.float32)
@@ -71,15 +71,15 @@ class AmaxHistory(StepState):
         self.noted = like.new_zeros(shape, dtype=torch.uint8)
 
     def begin_step(self) -> None:
-        """Forget what was noted since the last step."""
+        """Discard the bytes recorded since the last step."""
         self.noted.zero_()
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:
-        """Let all ranks of the stage agree, and make the next step's scales; before the update.
+        """Reduce the amaxes over the stage and compute the next step's scales, before the update.
 
-        found_inf: 1.0 where the update is skipped, and with it this. Nothing waits for the device
-        but the first step.
+        found_inf: 1.0 if the update is skipped, and this with it. Only the first step waits for the
+        device.
         """
         for axis in (self.ctx.tp, self.ctx.grid.dp_cp):
             if axis.size > 1:
@@ -95,12 +95,12 @@ class AmaxHistory(StepState):
             self.filled = [True] * len(self.names)
 
     def loaded(self) -> None:
-        """Go on from what was written into `history`; a layer that has none begins anew."""
+        """Resume from a loaded `history`; a layer whose history is empty starts without one."""
         self._scale()
         self.filled = (self.history > 0).flatten(1).any(1).tolist()
 
     def _scale(self) -> None:
-        """Make the stored bytes of the history. An amax of 0 keeps a scale of 1."""
+        """Compute the stored bytes from the history. An amax of 0 gives a scale of 1."""
         amax = self.history[:, :, 0] if self.how.most_recent else self.history.amax(2)
         for i, form in enumerate(self._forms):
             byte = scale_bytes(amax[:, i], form).to(torch.int32)
@@ -110,23 +110,23 @@ class AmaxHistory(StepState):
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """The place of one layer in the history."""
+    """The entry of one layer in the history."""
 
     amaxes: AmaxHistory
     number: int
 
     @property
     def filled(self) -> bool:
-        """Return whether there is a history to scale by."""
+        """Return whether the layer has a history."""
         return self.amaxes.filled[self.number]
 
     def note(self, role: str, byte: Tensor) -> None:
-        """Note the byte that a tensor at hand asks for, of any shape of one number."""
+        """Record the byte that the current tensor would need; `byte` has one element."""
         noted = self.amaxes.noted[self.number, ROLES.index(role)]
         torch.maximum(noted, byte.view(()), out=noted)
 
     def scale(self, role: str, byte: Tensor) -> Tensor:
-        """Return the stored byte in the shape of that of the tensor at hand, or the latter where it
-        is NOT_FINITE."""
+        """Return the stored byte in the shape of `byte`, the current tensor's own; the latter
+        itself if it is NOT_FINITE."""
         stored = self.amaxes.scale_bytes_of_step[self.number, ROLES.index(role)]
         return torch.where(byte == NOT_FINITE, byte, stored)

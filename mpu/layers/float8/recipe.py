@@ -2,22 +2,23 @@
 """Multiply in float8: a Recipe whose operands are rows of codes with their scales.
 
     forward  y  = x w^T     rows of x, k = i; rows of w, k = i
-    dgrad    dx = dy w      rows of dy, k = o; rows of w^T, k = o: made again of the rows of w
-    wgrad    dw = dy^T x    rows of dy^T and x^T, k = tokens: made again of the rows of dy and x
+    dgrad    dx = dy w      rows of dy, k = o; rows of w^T, k = o: requantized from the rows of w
+    wgrad    dw = dy^T x    rows of dy^T and x^T, k = tokens: requantized from those of dy and x
 
-    scaling      a scale for                           of a weight      remade rows are exact
+    scaling      a scale for                           of a weight      requantized rows are exact
     tensorwise   the whole tensor, of all ranks        the same         always: the same codes
-    rowwise      a row                                 the same         but for underflow
-    blockwise    128 numbers of a row                  128 x 128        w: always; dy, x: but for it
-    mxfp8        32 numbers of a row                   the same         but for underflow
+    rowwise      a row                                 the same         except for underflow
+    blockwise    128 numbers of a row                  128 x 128        w: always; dy, x: as rowwise
+    mxfp8        32 numbers of a row                   the same         except for underflow
 
-Every scale is a power of two (mpu/layers/float8/rows.py), so multiplying by one is exact, and its
-place in a sum of products changes no bit. Where ranks divide what shares a scale, they agree on it
-first, by the maximum of their bytes: rows are the same bytes in every layout. Tensor-parallel ranks
-divide features and, under sequence parallelism, tokens; context-parallel ranks divide tokens.
+Every scale is a power of two (mpu/layers/float8/rows.py), so multiplying by it is exact, and the
+point at which a sum of products is scaled changes no bit. If a scale spans several ranks, they
+first agree on it by the maximum of their bytes, so that rows are the same bytes in every layout.
+Tensor-parallel ranks divide features and, under sequence parallelism, tokens; context-parallel
+ranks divide tokens.
 
 On CUDA torch's scaled_mm multiplies (mpu/layers/float8/cuda.py). Elsewhere `product` decodes the
-rows, multiplies in the accumulation dtype and rounds once: the arithmetic, without the speed.
+rows, multiplies in the accumulation dtype and rounds once: it emulates the arithmetic only.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -55,8 +56,8 @@ FORMATS = {"e4m3": E4M3, "hybrid": E5M2}  # of dy; x and w are always e4m3
 
 
 def format_of_dy(scaling: str, name: str) -> Format:
-    """Return the format of dy. With a scale for each block it is e4m3, as torch multiplies no
-    other on CUDA (mpu/kernels/by_address.py), and a block's own scale has no need of e5m2's range.
+    """Return the format of dy. With a scale for each block it is e4m3: torch supports no other on
+    CUDA (mpu/kernels/by_address.py), and with a scale per block the range of e5m2 is not needed.
     """
     return E4M3 if BLOCKS[scaling] else FORMATS[name]
 
@@ -69,10 +70,10 @@ class Float8(Recipe):
     format: str
     ctx: LayerContext
     wgrad: bool = True  # weight gradients in float8; else from unquantized x and dy
-    # rows of w and w^T are made once a step, as in Transformer Engine, not per micro-batch
+    # rows of w and w^T are made once per step, as in Transformer Engine, not per micro-batch
     keeps: bool = False
-    slot: Slot | None = None  # of delayed scaling: the amaxes of the layer
-    # of delayed scaling: the same recipe without `slot`, which all layers share
+    slot: Slot | None = None  # for delayed scaling: the amaxes of the layer
+    # for delayed scaling: the same recipe without `slot`, which all layers share
     plain: "Float8 | None" = None
     on_gpu: bool = field(init=False)
     nothing: Tensor = field(init=False, repr=False)  # one NaN: see `unread`
@@ -87,19 +88,19 @@ class Float8(Recipe):
         return f"{scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
 
     def of_any_layer(self) -> Recipe:
-        """Return the recipe without what it keeps of a layer."""
+        """Return the recipe without the state of a layer."""
         return self.plain or self
 
     @property
     def block(self) -> int:
-        """Return how many numbers of a row share a scale, 0 for all."""
+        """Return how many numbers of a row share a scale; 0: all of them."""
         return BLOCKS[self.scaling]
 
     @property
     def follows_swiglu(self) -> bool:  # type: ignore[override]
-        """Return whether SwiGLU makes operands. A row's scale needs the whole row, and that of its
-        transpose all tokens: with rowwise scales nothing would be saved. Amaxes that are noted, and
-        wgrad in bf16, ask for the numbers themselves.
+        """Return whether SwiGLU writes operands directly. A rowwise scale needs the whole row, and
+        that of the transpose all tokens, so nothing would be saved. Delayed scaling, which records
+        amaxes, and wgrad in bf16 need the unquantized tensor.
         """
         return self.scaling != "rowwise" and self.slot is None and self.wgrad
 
@@ -109,7 +110,7 @@ class Float8(Recipe):
         return format_of_dy(self.scaling, self.format)
 
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
-        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it."""
+        """Return rows, uint8 [..., row_bytes], of x [..., k]. All ranks of tp must call it."""
         if role == "wt":
             rows = self._transposed(x, cut)
         else:
@@ -143,11 +144,11 @@ class Float8(Recipe):
         return scales
 
     def _transposed(self, w: Tensor, cut: str) -> Tensor:
-        """Return the rows of w^T, given w: exact but for underflow.
+        """Return the rows of w^T, given w: exact except for underflow.
 
-        They are made of the rows of w, which are made again, by the scales of the last forward:
-        backward multiplies the weight that forward multiplied. Rows that would have the same codes
-        are made of w itself.
+        They are requantized from the rows of w, which are recomputed with the scales of the last
+        forward, so that backward uses the same weight as forward. Where the codes would be the same
+        (tensorwise, blockwise), they are made from w directly.
         """
         cut_of_w = "k" if cut == "rows" else "rows"
         scales: Tensor | None = getattr(w, "float8_scales", None)
@@ -176,7 +177,7 @@ class Float8(Recipe):
         return remade(rows, self.block, form, same, agree, wide=wide, on_gpu=self.on_gpu)
 
     def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
-        """Make bytes of scales those of all ranks of the axes."""
+        """Replace bytes of scales by their maximum over the ranks of the axes, in place."""
         for axis in axes:
             all_reduce(scales, axis, op=MAX, label=Label(None, "float8 scales"))
 
@@ -184,7 +185,7 @@ class Float8(Recipe):
         return partial(self.agree, axes=axes) if axes else None
 
     def shared(self, role: str, cut: str) -> tuple[Axis, ...]:
-        """Return the axes whose ranks divide what has one scale.
+        """Return the axes over which a scale is shared.
 
         For blocks there are none (`check`, and training/flags). cut: see Recipe.operand.
         """
@@ -199,12 +200,12 @@ class Float8(Recipe):
     def swiglu(
         self, gate_up: Tensor, dy: Tensor | None, turned: bool, result: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return rows of SwiGLU's result [..., f], the "x" of the next layer, and those of its
-        transpose if `turned`; given dy [..., f], of its gradient [..., 2f], the "dy" of the layer
-        before.
+        """Return the rows of SwiGLU's result [..., f], the "x" of the next layer, and those of its
+        transpose if `turned`; if dy [..., f] is given, the rows of the gradient [..., 2f], the "dy"
+        of the previous layer.
 
-        gate_up: [..., 2f]. result: makes the result itself, where no kernel takes these. With one
-        scale for the tensor SwiGLU is computed twice: for the scale, and for the codes.
+        gate_up: [..., 2f]. result: computes the result itself, if no kernel supports these. With
+        one scale for the tensor SwiGLU is computed twice: for the scale, and for the codes.
         """
         role, form = ("x", E4M3) if dy is None else ("dy", self.dy)
         if not by_kernels(gate_up, self.on_gpu) or not gate_up.is_contiguous():
@@ -215,16 +216,16 @@ class Float8(Recipe):
         if self.scaling == "tensorwise":
             scale = swiglu_scale(flat, flat_dy, form)
             self.agree(scale, self.shared(role, "k"))
-        wide = dy is not None and self.scaling != "mxfp8"  # what is kept for backward is small
+        wide = dy is not None and self.scaling != "mxfp8"  # none for x, which is saved for backward
         rows, other = swiglu_rows(flat, flat_dy, scale, self.block, form, turned=turned, wide=wide)
         return rows.view(*gate_up.shape[:-1], rows.shape[1]), other
 
     def unread(self, shape: Sequence[int]) -> Tensor:
-        """Return a tensor of NaN for what nobody reads, as its operands were made instead."""
+        """Return a tensor of NaN for a result that is never read, as its operands are used."""
         return self.nothing.expand(*shape).data
 
     def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
-        """Return the rows, or x itself where wgrad is not in float8."""
+        """Return the rows, or x itself if wgrad is not in float8."""
         return operand if self.wgrad else x
 
     def row(self, k: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -251,9 +252,9 @@ class Float8(Recipe):
         return y.view(*lead, y.shape[-1])
 
     def of_transpose(self, rows: Tensor, form: Format) -> Tensor:
-        """Return wgrad's rows, of dy^T or x^T, made again of rows [n] of dy or x."""
+        """Return wgrad's rows, of dy^T or x^T, requantized from rows [n] of dy or x."""
         same, wide = self.scaling == "tensorwise", self.scaling != "mxfp8"
-        cp = self.ctx.grid.cp  # its ranks divide the tokens, and a row of dy^T or x^T is of tokens
+        cp = self.ctx.grid.cp  # a row of dy^T or x^T spans the tokens, which these ranks divide
         divided = self.scaling == "rowwise" and cp.size > 1
         return self._remade(rows, form, same, self._agreed((cp,) if divided else ()), wide)
 
@@ -262,7 +263,7 @@ class Float8(Recipe):
     ) -> None:
         """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: rows of x [n], of dy [n].
 
-        turned: which of them, "x" or "dy", is rows of the transpose already.
+        turned: which of the two, "x" or "dy", already is rows of the transpose.
         """
         if not self.wgrad:
             super().accumulate(main_grad, fresh, x, dy, turned)
@@ -281,7 +282,7 @@ class Float8(Recipe):
         super().accumulate(main_grad, fresh, x, dy)
 
     def check(self, name: str, layer: ColumnParallelLinear | RowParallelLinear) -> None:
-        """Raise ValueError where a layer's sizes on this rank do not fit blocks or alignment."""
+        """Raise ValueError if a layer's sizes on this rank do not fit blocks or alignment."""
         unit, t = self.block or ALIGN, layer.ctx.tp.size
         sections = placement_of(layer.weight).sections or (layer.out_features,)
         column = isinstance(layer, ColumnParallelLinear)
@@ -300,11 +301,11 @@ def use_float8(
     in_bf16: Container[int] = (),
     delayed: Delayed | None = None,
 ) -> None:
-    """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
+    """Set the recipe of the parallel linears in a model's numbered blocks ("layers.3.mlp.down").
 
-    in_bf16: the numbers of blocks that stay as they are. So do layers outside of blocks (the head)
-    and those that the model gave a recipe of its own. delayed: their scales follow from earlier
-    steps; the context's sink keeps the amaxes. Raises ValueError as Float8.check does.
+    in_bf16: the numbers of blocks to leave unchanged. Layers outside of blocks (the head) and
+    layers for which the model set its own recipe are also unchanged. delayed: use delayed scaling;
+    the context's sink owns the amaxes. Raises ValueError as Float8.check does.
     """
     found: dict[str, ColumnParallelLinear | RowParallelLinear] = {}
     for name, layer in model.named_modules():

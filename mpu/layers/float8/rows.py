@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of float8: one uint8 tensor that holds codes and their scales, for the wire and for memory.
+"""Rows of float8: one uint8 tensor that holds codes and their scales, in messages and in memory.
 
     a row of k numbers   | k codes | a scale for each block of k | zeros, up to a multiple of 16 |
 
-So a row travels, is cut, saved and gathered with all that its numbers are made of. A scale is a
-power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, exactly. Byte 255
-says that the block holds an infinity or a NaN: nothing of it decodes to a finite number.
+So a row is sent, cut, saved and gathered together with its scales. A scale is a power of two,
+2^(byte - 127), as in e8m0; a number is exactly its code times the scale. Byte 255 marks a block
+that contains an infinity or a NaN: none of it decodes to a finite number.
 
-On CUDA the kernels of mpu/kernels/float8.py make rows, where Triton launches any. Meta tensors have
-no memory: `on_gpu` says whether a GPU's step is recorded on them, and the kernels' results are made
-without a launch. A real tensor says itself where it is.
+On CUDA the kernels of mpu/kernels/float8.py make rows, if Triton is available. For meta tensors
+`on_gpu` states whether they represent a GPU's; the kernels' results are then allocated without a
+launch. For real tensors their own device decides.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from mpu.kernels import available
 
-ALIGN = 16  # bytes: what matmuls of float8 ask of rows
+ALIGN = 16  # bytes: the alignment of rows that float8 matmuls require
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
 RECIPES = {**{scaling: scaling for scaling in BLOCKS}, "delayed": "tensorwise"}  # their scaling
 NOT_FINITE = 255
-TOP_TILE = (32, 128)  # tokens and features of which a program finds SwiGLU's largest number
+TOP_TILE = (32, 128)  # tokens and features per program that computes the maximum of SwiGLU
 
 
 class Format(NamedTuple):
-    """A kind of codes. top: the largest number. shift: that of 1.75 x 2^shift = top.
+    """A float8 format. top: the largest number, 1.75 x 2^shift.
 
-    fraction, bias: bits of a code's fraction, and its exponent's bias.
+    fraction, bias: the bits of a code's fraction, and the bias of its exponent.
     """
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ E5M2 = Format(torch.float8_e5m2, 57344.0, 15, fraction=2, bias=15)
 
 
 def row_bytes(k: int, block: int) -> int:
-    """Return the length of a row of k numbers, block of them to a scale; 0: one scale a row."""
+    """Return the bytes of a row of k numbers, `block` of them per scale; 0: one scale per row."""
     scales = k // block if block else 1
     return k + -(-scales // ALIGN) * ALIGN
 
@@ -56,20 +56,20 @@ def codes_in(row: int, block: int) -> int:
 
 
 def scale_bytes(amax: Tensor, form: Format) -> Tensor:
-    """Return the byte of the least scale with which no number up to amax (>= 0) exceeds the top.
+    """Return the byte of the smallest scale with which no value up to amax (>= 0) exceeds the top.
 
     That is 2^ceil(log2(amax / top)), at least 2^-126, by arithmetic on the bits of fp32. As bytes
     grow with amax and NOT_FINITE is the largest, the maximum of bytes is the byte of the maximum.
     """
     amax = amax.float()
-    # carries into the exponent where the fraction is above that of the top, 1.75
+    # carries into the exponent if the fraction is above that of the top, 1.75
     exponent = (amax.view(torch.int32) + 0x1FFFFF) >> 23
     byte = (exponent - form.shift).clamp_(min=1)
     return torch.where(amax.isfinite(), byte, NOT_FINITE).to(torch.uint8)
 
 
 def scale_of(byte: Tensor) -> Tensor:
-    """Return the scales of bytes, fp32; infinity for NOT_FINITE."""
+    """Return the scales of bytes in fp32; infinity for NOT_FINITE."""
     return (byte.to(torch.int32) << 23).view(torch.float32)
 
 
@@ -87,8 +87,8 @@ def encode(
     """Return rows: x [n, k], scales [n, blocks] (bytes) -> [n, row_bytes].
 
     Numbers are divided by their scale, clamped and rounded to the nearest code, ties to even. The
-    clamp holds what fp64 or another amax puts above the top, where a cast to e5m2 gives infinity.
-    wide: the kernels note the scales in fp32 in a second tensor, column by column
+    clamp is for values above the top, due to fp64 or another amax, which a cast to e5m2 would turn
+    into infinity. wide: the kernels also write the scales in fp32 to a second, column-major tensor
     (`scales_in_fp32`).
     """
     (n, k), blocks = x.shape, scales.shape[1]
@@ -104,9 +104,10 @@ def encode(
 
 
 def _single(x: Tensor) -> Tensor:
-    """Return x in fp32, from fp64 rounded to odd: a cast of that to float8 rounds x only once.
+    """Return x in fp32; fp64 is rounded to odd, so that a cast to float8 rounds x only once.
 
-    A number that fp32 does not hold is cut off, and its last bit set (Boldo and Melquiond 2008).
+    A number that fp32 cannot represent is truncated and its last bit set (Boldo and Melquiond
+    2008).
     """
     if x.dtype != torch.float64:
         return x
@@ -117,7 +118,7 @@ def _single(x: Tensor) -> Tensor:
 
 
 def finish(rows: Tensor, k: int, scales: Tensor) -> Tensor:
-    """Write what follows the codes of rows [n, row_bytes]: scales [n, blocks]."""
+    """Write the scales [n, blocks] and the padding after the codes of rows [n, row_bytes]."""
     blocks = scales.shape[1]
     rows[:, k : k + blocks] = scales
     rows[:, k + blocks :] = 0
@@ -132,9 +133,9 @@ def made(
     wide: bool = False,
     on_gpu: bool = False,
 ) -> Tensor:
-    """Return rows of x [n, k], by scales that no other rank has a part in; wide: as of `encode`.
+    """Return rows of x [n, k], with scales that no other rank shares. wide: see `encode`.
 
-    square: a scale is that of block rows, too.
+    square: a scale also spans `block` rows.
     """
     if by_kernels(x, on_gpu):
         return _made((x, *x.shape), block, form, square, wide)
@@ -144,7 +145,7 @@ def made(
     return encode(x, scales, form)
 
 
-Numbers = tuple[Any, ...]  # what a kernel reads, as Numbers of mpu/kernels/float8.py takes it
+Numbers = tuple[Any, ...]  # a kernel's input: the arguments of Numbers of mpu/kernels/float8.py
 
 
 def _made(given: Numbers, block: int, form: Format, square: bool, wide: bool) -> Tensor:
@@ -187,18 +188,18 @@ def _outputs(
 
 
 def codes(rows: Tensor, block: int, form: Format) -> Tensor:
-    """Return the codes of rows [n, row_bytes] as float8 [n, k], where they lie."""
+    """Return a view of the codes of rows [n, row_bytes]: float8 [n, k]."""
     return rows[:, : codes_in(rows.shape[1], block)].view(form.dtype)
 
 
 def scales(rows: Tensor, block: int) -> Tensor:
-    """Return the bytes of the scales, [n, blocks], where they lie."""
+    """Return a view of the bytes of the scales, [n, blocks]."""
     k = codes_in(rows.shape[1], block)
     return rows[:, k : k + (k // block if block else 1)]
 
 
 def decode(rows: Tensor, block: int, form: Format, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of rows [n, row_bytes], [n, k]; dtype is fp32 or fp64, so exactly."""
+    """Return the numbers [n, k] of rows [n, row_bytes]; exact, as dtype is fp32 or fp64."""
     scale = scale_of(scales(rows, block))
     numbers = codes(rows, block, form).to(dtype).unflatten(1, (scale.shape[1], -1))
     return (numbers * scale.unsqueeze(2)).flatten(1)
@@ -215,10 +216,10 @@ def remade(
 ) -> Tensor:
     """Return the rows of the transpose: rows [n, row_bytes(k)] -> [k, row_bytes(n)].
 
-    A number changes only where it underflows, that is becomes a subnormal code: below about 2^-14
-    (e5m2: 2^-29) of the largest that it now shares a scale with. same: one scale is that of all
-    rows, or of a square of blocks, so the codes are the same. agree: makes the new scales those of
-    all ranks, in place. wide: as of `encode`.
+    A number changes only if it underflows to a subnormal code, that is, below about 2^-14 (e5m2:
+    2^-29) of the largest that now shares its scale. same: a scale spans all rows, or a square of
+    blocks, so the codes are the same. agree: combines the new scales of all ranks, in place. wide:
+    see `encode`.
     """
     n, k = len(rows), codes_in(rows.shape[1], block)
     if same:
@@ -244,8 +245,8 @@ def remade(
 
 
 def swiglu_scale(x: Tensor, dy: Tensor | None, form: Format) -> Tensor:
-    """Return the byte [1] of the scale of SwiGLU's result, or given dy of its gradient, by kernels:
-    x [n, 2f], dy [n, f].
+    """Return the byte [1] of the scale of SwiGLU's result or, if dy is given, of its gradient, by
+    kernels: x [n, 2f], dy [n, f].
     """
     n, f = len(x), x.shape[1] // 2
     tiles = -(-n // TOP_TILE[0]) * -(-f // TOP_TILE[1])
@@ -266,10 +267,10 @@ def swiglu_rows(
     turned: bool,
     wide: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return rows of SwiGLU's result [n, k], or given dy of its gradient, and if `turned` those of
-    their transpose, which `remade` returns of them, by kernels: x [n, 2f], dy [n, f].
+    """Return the rows of SwiGLU's result [n, k] or, if dy is given, of its gradient and, if
+    `turned`, those of the transpose, equal to those of `remade`, by kernels: x [n, 2f], dy [n, f].
 
-    scale: the byte [1] of all, of block 0. wide: of the transpose, as of `encode`.
+    scale: the byte [1] of the one scale, for block 0. wide: for the transpose; see `encode`.
     """
     n, k = len(x), x.shape[1] if dy is not None else x.shape[1] // 2
     rows, other, wide_scales = _outputs(x, n, row_bytes(k, block), 0, False)[0], None, None
@@ -286,12 +287,12 @@ def swiglu_rows(
 
 
 def by_kernels(x: Tensor, on_gpu: bool) -> bool:
-    """Return whether the kernels take these; where a GPU's step is recorded, Triton is there."""
+    """Return whether the kernels support these. A recorded GPU step assumes Triton."""
     return (on_gpu and x.dtype != torch.float64) if x.is_meta else on_triton(x)
 
 
 def on_triton(x: Tensor) -> bool:
-    """Return whether the kernels take these numbers, or these rows."""
+    """Return whether the kernels support these numbers, or these rows."""
     return x.dtype != torch.float64 and available.launches(x)
 
 
