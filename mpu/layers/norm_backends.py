@@ -57,10 +57,13 @@ class _Package(ABC):
         sink: GradientSink,
         weight: nn.Parameter,
     ) -> Tensor:
-        """Return dx, plus `more` if given; add the gradient of the weight to the sink."""
+        """Return dx, plus `more` if given; add the gradient of the weight to the sink, unless it is
+        frozen.
+        """
         h = x.shape[-1]
         dx, dw = self.backward(dy.view(-1, h), x.view(-1, h), r.view(-1), w.detach(), eps)
-        sink.add(weight, dw)
+        if weight.requires_grad:
+            sink.add(weight, dw)
         dx = dx.view(x.shape)
         return dx if more is None else dx + more
 

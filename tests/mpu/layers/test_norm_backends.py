@@ -164,6 +164,15 @@ def test_a_norm_is_that_of_weft(packages, backend, dtype, kind, branch):
     assert theirs[-1].dtype == torch.float32, "the main gradient stays wide"
 
 
+@pytest.mark.parametrize("backend", ["weft", "apex", "te"])
+def test_a_frozen_norm_adds_no_gradient_of_its_weight(packages, backend):
+    ctx = LayerContext(sink=GradientSink(), norm_backend=backend)
+    layer = RMSNorm(H, ctx=ctx, eps=EPS).requires_grad_(False)
+    x = torch.randn(5, 3, H, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and not ctx.sink.written
+
+
 @pytest.mark.parametrize(
     "documents, window, heads, groups",
     [(None, 0, 4, 4), (None, 3, 3, 1), ((7, 1, 6, 5, 9), 0, 4, 2), ((7, 1, 6, 5, 9), 3, 4, 4)],
