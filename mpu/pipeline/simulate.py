@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validate a schedule and compute its timeline without a run: validate, simulate."""
+"""Compute the timeline of a schedule, and its activations, without a run."""
 
-from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
 from typing import NamedTuple
 
-from mpu.pipeline.play import Event, Speed, play
+from mpu.pipeline.play import Event, play
 from mpu.pipeline.schedules import Action, Schedule
-from mpu.pipeline.steps import Message, Step, blocking_steps, last_needed, plan
 
 
 class ScheduleError(ValueError):
@@ -41,104 +38,6 @@ class Timeline:
     ranks: tuple[tuple[Span, ...], ...]
 
 
-def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError unless the schedule can be run and trains as every other schedule does.
-
-    Each rank has every action once (or only its F's: see forward_only); F before B before W; B's
-    and W's of a chunk are in micro-batch order, so that gradients are added in one order; B is
-    directly before its W unless split; no rank waits forever for an input; and `rehearse` passes.
-    """
-    kinds = "FBW" if any(a.kind != "F" for rank in schedule.ranks for a in rank) else "F"
-    expected = list(product(kinds, range(schedule.chunks), range(schedule.micro_batches)))
-    for rank, actions in enumerate(schedule.ranks):
-        at = {action: n for n, action in enumerate(actions)}
-        for required in expected:
-            if required not in at:
-                raise ScheduleError(f"rank {rank} lacks {Action(*required)}")
-        if len(actions) > len(expected):
-            extra = (
-                Counter(actions) - Counter(Action(*required) for required in expected)
-            ).popitem()
-            raise ScheduleError(f"rank {rank} does {extra[0]} once more than it should")
-        for action in actions:
-            kind, chunk, i = action
-            before = {"B": "F", "W": "B"}.get(kind)
-            if before and at[Action(before, chunk, i)] > at[action]:
-                raise ScheduleError(f"rank {rank} does {action} before its {before}")
-            if kind != "F" and i and at[Action(kind, chunk, i - 1)] > at[action]:
-                raise ScheduleError(f"rank {rank} does {action} before micro-batch {i - 1}")
-            if kind == "W" and not schedule.split and at[Action("B", chunk, i)] != at[action] - 1:
-                raise ScheduleError(f"rank {rank} parts {action} from its B, and is not split")
-    try:
-        steps = blocking_steps(schedule)
-    except ValueError as standstill:
-        raise ScheduleError(str(standstill)) from None
-    rehearse(schedule, steps)
-    rehearse(schedule, plan(schedule), blocking=False)
-
-
-def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool = True) -> None:
-    """Raise ScheduleError unless the messages of a plan match and can be run.
-
-    Each action's input must be received before it, and on every directed pair of ranks the n-th
-    receive must match the n-th send. No receive may be posted before an action that its sender
-    needs. blocking: also execute all sends and receives, both sides of a message at once: no rank
-    may wait forever.
-    """
-    gives: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    takes: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    for rank, mine in enumerate(steps):
-        received: set[Message] = set()
-        for step, source in zip(mine, schedule.sources[rank], strict=True):
-            received.update(step.receives)
-            if source and source[0] != rank:
-                needs = Message(*step.action, source[0], rank)
-                if needs not in received:
-                    raise ScheduleError(f"rank {rank} does {step.action} before it receives it")
-            for message in step.receives:
-                takes[message.sender, rank].append(message)
-            if step.sends:
-                gives[rank, step.sends.to].append(step.sends)
-    for sender, to in sorted(gives.keys() | takes.keys()):
-        for given, taken in zip_longest(gives[sender, to], takes[sender, to]):
-            if given != taken:
-                raise ScheduleError(
-                    f"rank {sender} sends {given or 'no more'} where rank {to} receives "
-                    f"{taken or 'no more'}"
-                )
-    needed = last_needed(schedule)
-    for rank, mine in enumerate(steps):
-        for n, step in enumerate(mine):
-            for message in step.receives:
-                if needed[message] >= n:
-                    raise ScheduleError(
-                        f"rank {rank} posts the receive of {message} before "
-                        f"{mine[needed[message]].action}, which the sender needs"
-                    )
-    if blocking:
-        _rendezvous(steps)
-
-
-def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
-    """Execute each rank's sends and receives in order, both sides of a message at once."""
-    to_do = [deque(m for step in mine for m in (*step.receives, step.sends) if m) for mine in steps]
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(to_do):
-            while own:
-                peer = to_do[own[0].to if own[0].sender == rank else own[0].sender]
-                if not peer or peer[0] != own[0]:
-                    break
-                peer.popleft()
-                own.popleft()
-                moved = True
-    for rank, own in enumerate(to_do):
-        if own:
-            verb = "send" if own[0].sender == rank else "receive"
-            raise ScheduleError(f"rank {rank} waits forever to {verb} {own[0]}")
-
-
 @dataclass(frozen=True)
 class Simulation:
     """The simulated cost of a schedule, in the unit of the costs; tuples have an entry per rank."""
@@ -153,17 +52,15 @@ class Simulation:
     peak: tuple[float, ...]  # most of both at once
 
 
-def simulate(
-    schedule: Schedule, costs: Costs, speed: Speed | None = None
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Time a schedule: each rank runs its list in order and waits for inputs; sends do not block.
     An overlapped F and its B are timed one after the other: the gain of overlap is unknown here.
 
     Peaks count activations, one for each micro-batch of a stage. An F holds nothing if the schedule
-    has no backward. speed: for ranks that slow each other down (play.py).
+    has no backward. Raises ScheduleError where a rank waits forever.
     """
     ones = [1.0] * schedule.stages
-    timeline = Timeline(_time(schedule, costs, speed))
+    timeline = Timeline(_time(schedule, costs))
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
     busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
@@ -181,7 +78,7 @@ def simulate(
     )
 
 
-def _time(schedule: Schedule, costs: Costs, speed: Speed | None) -> tuple[tuple[Span, ...], ...]:
+def _time(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
     """Return when each action begins and ends."""
     cost = {"F": costs.forward, "B": costs.input_gradient, "W": costs.weight_gradient}
     places = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
@@ -199,7 +96,7 @@ def _time(schedule: Schedule, costs: Costs, speed: Speed | None) -> tuple[tuple[
                 late = costs.send if sender != rank else late
             lane.append(Event(seconds, tuple(after), late))
         lanes.append(lane)
-    spans = play(lanes, speed)
+    spans = play(lanes)
     for rank, actions in enumerate(schedule.ranks):
         if len(spans[rank]) < len(actions):
             action = actions[len(spans[rank])]

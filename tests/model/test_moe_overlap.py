@@ -12,10 +12,11 @@ import torch
 
 import pretrain_llama
 from mpu.pipeline.schedules import build
-from mpu.pipeline.simulate import Costs, simulate, validate
+from mpu.pipeline.simulate import Costs, simulate
 from tests.model.test_moe_layouts import run_cases
 from tests.model.test_moe_parity import BASE, KINDS, held
 from tests.model.twin import config_of, grid_of, micro_batches, same_bits
+from tests.mpu.pipeline.valid_schedule import validate
 from training.faults.monitor import FailureMonitor
 
 RUN = BASE | dict(

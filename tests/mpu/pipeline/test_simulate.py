@@ -7,17 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpu.pipeline.play import Event, cores, play
-from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
-from mpu.pipeline.simulate import (
-    Costs,
-    ScheduleError,
-    peak_activations,
-    rehearse,
-    simulate,
-    validate,
-)
+from mpu.pipeline.play import Event, play
+from mpu.pipeline.schedules import NAMES, Action, Schedule, build, forward_only
+from mpu.pipeline.simulate import Costs, ScheduleError, peak_activations, simulate
 from mpu.pipeline.steps import Message, Step, plan
+from tests.mpu.pipeline.valid_schedule import rehearse, validate
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
 
@@ -306,31 +300,7 @@ def test_a_schedule_that_sticks_is_not_timed():
         simulate(Schedule("circle", ranks, 2), Costs([1, 1], [1, 1], [1, 1]))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe"])
-def test_ranks_that_share_cores_take_turns(name):
-    """With a core each they do not slow each other; with fewer, the cores are shared evenly."""
-    schedule = build(name, 4, 8, CHUNKS[name])
-    each = [[part] * schedule.stages for part in (1.0, 1.5, 0.75)]
-
-    def step(count, threads=1, slower=1.0, send=0.0):
-        return simulate(schedule, Costs(*each, send), speed=cores(count, threads, slower)).step
-
-    alone = simulate(schedule, Costs(*each, 0.25))
-    assert step(4, send=0.25) == pytest.approx(alone.step)
-    assert step(4, slower=1.5) == pytest.approx(simulate(schedule, Costs(*each)).step)
-    busy = 3.25 * 8 * schedule.chunks * 4
-    assert busy / 2 <= step(2) + 1e-9 and step(2) <= busy  # at best both cores always work
-    assert step(1) == pytest.approx(busy)
-    assert step(1, threads=2, slower=1.5) == pytest.approx(2 * 1.5 * busy)
-
-
-def test_events_of_lanes_wait_for_each_other_and_share():
+def test_events_of_lanes_wait_for_each_other():
     lanes = [[Event(2.0), Event(1.0, ((1, 0),), 0.5)], [Event(3.0), Event(1.0)], [Event(4.0)]]
     assert play(lanes) == [[(0, 2), (3.5, 4.5)], [(0, 3), (3, 4)], [(0, 4)]]
-    # three share two cores: each goes on at 2 / 3, and from 4.5 on two have a core each
-    shared = [[Event(5.0)], [Event(3.0)], [Event(4.0)]]
-    assert play(shared, cores(2)) == [
-        [(0, pytest.approx(6.5))], [(0, pytest.approx(4.5))], [(0, pytest.approx(5.5))]
-    ]  # fmt: skip
-    for speed in (None, cores(9)):
-        assert play([[Event(1.0, ((1, 0),))], [Event(1.0, ((0, 0),))]], speed) == [[], []]
+    assert play([[Event(1.0, ((1, 0),))], [Event(1.0, ((0, 0),))]]) == [[], []]

@@ -11,8 +11,9 @@ from itertools import product
 import pytest
 
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, build, forward_only
-from mpu.pipeline.simulate import ScheduleError, rehearse, validate
+from mpu.pipeline.simulate import ScheduleError
 from mpu.pipeline.steps import blocking_steps, last_needed, plan
+from tests.mpu.pipeline.valid_schedule import rehearse, validate
 
 
 def needs(schedule):
