@@ -8,7 +8,6 @@ All singular values converge to about 1, so X approximates U V^T of G = U S V^T.
 than columns; a tall G is transposed first. The order of operations is that of torch.optim.Muon.
 """
 
-from collections.abc import Sequence
 from math import sqrt
 
 import torch
@@ -94,8 +93,3 @@ def orthogonalise(matrix: Tensor, coefficients: Coefficients) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def flops(shapes: Sequence[tuple[int, int]], steps: int) -> int:
-    """Return the FLOPs of all matrices' iterations: 4 m^2 n + 2 m^3 per step."""
-    return steps * sum(4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes)

@@ -92,13 +92,6 @@ def recomputed_layers(config: Config, stage: Stage) -> int:
     return layers if p.recompute_method == "uniform" else min(layers, p.recompute_num_layers or 1)
 
 
-def messages(config: Config, pp_rank: int) -> int:
-    """Return the number of messages that a pipeline rank sends for one micro-batch."""
-    own, p = own_stages(config, pp_rank), config.parallel
-    last = p.pipeline_model_parallel_size * p.virtual_stages - 1
-    return sum(0 <= to <= last and to not in own for s in own for to in (s - 1, s + 1))
-
-
 def virtual_stages(given: dict[str, Any], num_layers: int) -> int | None:
     """Return v if a layout or a number of layers per stage determines it, else None.
 

@@ -14,7 +14,7 @@ from training.run.model_profile import model_profile
 from training.run.pipeline_stages import rank_stages, stages_of
 from training.settings import pipeline_schedule
 from training.settings.config import UsageError
-from training.settings.pipeline_schedule import messages, micro_batch_counts, schedule_of
+from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
 
 SMALL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -211,17 +211,6 @@ def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
         costs = pipeline_stages.costs(read(more), model_provider)
         assert costs.forward == costs.weight_gradient == plain.forward
         assert costs.input_gradient == [4 * layer + again, 4 * layer + head + again]
-
-
-def test_messages_of_a_micro_batch():
-    def sent(more, p):
-        config = read(more, world=p, p=p)
-        return [messages(config, rank) for rank in range(p)]
-
-    assert sent("", 2) == [1, 1]
-    assert sent("", 4) == [1, 2, 2, 1]
-    assert sent(f"{V} 2", 4) == [3, 4, 4, 3]
-    assert sent("--pipeline-schedule zb-v", 4) == [2, 4, 4, 2]  # the turn of the V is no message
 
 
 def test_the_lines_said_first():
