@@ -29,10 +29,10 @@ def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[s
     with open_plain(path, links) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
-            raise refuse(f"it has {size} bytes, and the length of its header takes 8")
+            raise refuse(f"it has {size} bytes, fewer than the 8 of its header's length")
         start = file.read(8)
         if start == b"version ":
-            raise refuse("it is Git LFS's note of one: fetch the file with `git lfs pull`")
+            raise refuse("it is a Git LFS pointer: fetch the file with `git lfs pull`")
         length = int.from_bytes(start, "little")
         if length > HEADER_LIMIT:
             raise refuse(f"a header of {length:,} bytes, where {HEADER_LIMIT:,} are allowed")

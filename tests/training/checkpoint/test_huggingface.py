@@ -283,7 +283,7 @@ def test_a_folder_without_weights_says_what_it_has(tmp_path: Path, files: str) -
     else:
         assert [*HuggingFaceDirectory(tmp_path).index] == ["a"]
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=f"no model.safetensors, nor an index of .*, {said}"):
+    with pytest.raises(CheckpointError, match=f"neither model.safetensors nor .*, {said}"):
         HuggingFaceDirectory(tmp_path)
 
 
@@ -292,7 +292,7 @@ def test_a_folder_with_nothing_of_a_model(tmp_path: Path) -> None:
     assert find_latest(tmp_path, Grid()) is None
     make(tmp_path, model={"a": torch.ones(1)})
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="nor an index of shards, but training_args.bin$"):
+    with pytest.raises(CheckpointError, match=r"index\.json, but training_args.bin$"):
         HuggingFaceDirectory(tmp_path)
     make(tmp_path, SIZES | {"transformers_weights": "b.safetensors"})
     with pytest.raises(CheckpointError, match="names 'b.safetensors' .*, which is not there"):
@@ -373,7 +373,7 @@ def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.rename(tmp_path / "a.safetensors")
     index = {"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="index.json lists 2 tensors; 1 are read"):
+    with pytest.raises(CheckpointError, match="index.json lists 2 tensors, more than 1"):
         HuggingFaceDirectory(tmp_path)
     with open(tmp_path / "config.json", "ab") as file:
         file.write(b" " * (1 << 20))
