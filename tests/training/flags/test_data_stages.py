@@ -45,7 +45,7 @@ BAD: list[tuple[Any, str]] = [
     ({"stages": [WEB, 7]}, "stage 2 is 7: must be an object"),
     ({"stages": [WEB, {"name": "a"}]}, "stage 2 lacks start_tokens, train_data_path"),
     (two(name="a b"), "stage 2 has the name 'a b': must be of letters"),
-    (two(name="web"), "two stages have the name 'web': each needs a name of its own"),
+    (two(name="web"), "two stages have the name 'web': names must be unique"),
     (two(lr=1e-4), "stage 'later' has 'lr': a stage may have name, start_tokens"),
     ({"stages": [WEB | {"start_tokens": 5}]}, "the first stage's start_tokens is 5: must be 0"),
     (two(start_tokens=0), "stage 'later' has start_tokens 0: must be above that of the stage"),
