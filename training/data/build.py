@@ -412,7 +412,7 @@ class _Opener:
         if count < read:
             raise ValueError(
                 f"{flag} without weights holds {count} {split} samples under --data-order megatron "
-                f"and the run reads {read}: with weights, data sets are repeated"
+                f"and the run reads {read}: give weights, with which data sets are repeated"
             )
         cache = self._cache(cuts[0][0].prefix)
         return MegatronBlend(parts, normal, count, cache, native.load())

@@ -85,8 +85,8 @@ class MadeWith:
                 raise ValueError(
                     f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and "
                     f"{self._named} is {_words(record_of(tokenizer, None))}: give the tokenizer "
-                    "that made it, or tokenize the text again (without this file the tokens are "
-                    "taken as they are)"
+                    "that made it, or tokenize the text again (without this file nothing is "
+                    "compared)"
                 )
             return found
         first, known = next(iter(self._records.items()))
@@ -136,7 +136,7 @@ def _read(path: str) -> tuple[Record | None, str]:
         if type(found.get(field)) not in kinds:
             raise ValueError(
                 f"{path}: {field}: {found.get(field)!r} is not {kinds[0].__name__}; without the "
-                "file the tokens are taken as they are"
+                "file the tokenizer is not compared"
             )
     return found, ""
 

@@ -83,7 +83,7 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
         )
     blend = found[DATA]
     if not isinstance(blend, list) or not all(isinstance(word, str) and word for word in blend):
-        must = f"{DATA} must be a list of texts, as {flag_of(DATA)} takes them"
+        must = f"{DATA} must be a list of strings, the words after {flag_of(DATA)}"
         raise _wrong(path, f"{where}: {must}")
     try:
         prefixes, weights = parse_blend(blend, DATA)

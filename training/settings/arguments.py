@@ -113,7 +113,7 @@ class ModelConfig:
         integer(1, 2_147_483_647),
         off="1",
     )
-    norm_epsilon: float = setting(1e-5, "added under RMSNorm's root", rule=POSITIVE)
+    norm_epsilon: float = setting(1e-5, "added to the mean square of RMSNorm", rule=POSITIVE)
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", rule=POSITIVE)
     use_rope_scaling: bool = setting(False, "scale the rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = setting(
@@ -205,7 +205,7 @@ class ModelConfig:
         "ratio",
         POSITIVE,
         "--use-mup",
-        derived="base hidden size / hidden size, also where 1 is given",
+        derived="base hidden size / hidden size, also if 1 is given",
         added=True,
     )
     mup_base_head_dim: float = setting(
@@ -393,7 +393,9 @@ class MoEConfig:
         EXPERTS, added=True,
     )  # fmt: skip
     moe_router_force_load_balancing: bool = setting(
-        False, "send every expert the same number of tokens, to measure speed", needs=EXPERTS,
+        False,
+        "send every expert the same number of tokens, to measure speed",
+        needs=EXPERTS,
         added=True,
     )
     moe_expert_capacity_factor: float = setting(
@@ -584,7 +586,8 @@ class Zero:
     )
     ddp_bucket_size: int | None = setting(
         None,
-        "gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block",
+        "size of a bucket, the gradients that one collective reduces; at --zero-stage 3 a bucket "
+        "is a transformer block",
         "elements",
         integer(1, lacking=(("auto", "sizes are no longer measured: leave the flag out"),)),
         derived="an eighth of the gradients, 2e6 to 40e6",
@@ -694,14 +697,14 @@ class Kernels:
         None,
         "where the run computes",
         rule=one_of("cpu", "cuda"),
-        derived="cuda where there is one",
+        derived="cuda if there is one",
         ours=True,
     )
     attention_backend: str = setting(
         "auto",
-        "kernels of attention: flash is FlashAttention (3 where its package is installed), "
-        "fused cuDNN's, unfused matrix products, local csrc/attention.h on a CPU, te (ours) "
-        "Transformer Engine's DotProductAttention; auto takes what torch chooses",
+        "kernels of attention: flash (FlashAttention; 3 if its package is installed), fused "
+        "(cuDNN), unfused (matrix products), local (csrc/attention.h on a CPU), te (ours: "
+        "Transformer Engine's DotProductAttention), or auto, which lets torch choose",
         rule=one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
         off="auto",
         stops=(
@@ -972,7 +975,7 @@ class OptimizerConfig:
 
     optimizer: str = setting(  # a key of training.settings.update_rules.RULES
         "adam",
-        "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
+        "optimizer: adam is AdamW; muon is Muon for matrices and AdamW for the rest",
         rule=one_of("adam", "muon", other=(("dist_muon", "muon"),), lacking=OPTIMIZERS_ELSEWHERE),
         added=True,
     )
@@ -1007,10 +1010,10 @@ class OptimizerConfig:
         needs_value="WSD",
     )
     lr_decay_iters: int | None = setting(
-        None, "where the decay ends", "steps", integer(1), derived="--train-iters"
+        None, "step at which the decay ends", "steps", integer(1), derived="--train-iters"
     )
     lr_decay_samples: int | None = setting(
-        None, "where the decay ends", "samples", integer(1), derived="--train-samples"
+        None, "sample at which the decay ends", "samples", integer(1), derived="--train-samples"
     )
     lr_wsd_decay_iters: int | None = setting(
         None,
@@ -1041,7 +1044,7 @@ class OptimizerConfig:
         0.0, "learning rate at the start of the warm-up", "per step", real(), off="0"
     )
     weight_decay: float = setting(
-        0.01, "AdamW's decay, of matrices only, not of norms", "per step, times lr", real(), off="0"
+        0.01, "decay of matrices; vectors have none", "per step, times lr", real(), off="0"
     )
     param_group: tuple[str, ...] = setting(
         (),
@@ -1655,8 +1658,9 @@ class Float8Config:
     )
     fp8_recipe: str | None = setting(
         None,
-        "elements that share a scale: a tensor, a row, 128 (of a weight 128 x 128), or 32; "
-        "delayed scales a tensor by its amax (largest magnitude) in earlier steps",
+        "elements that share a scale: a tensor (tensorwise), a row (rowwise), 128, of a weight "
+        "128 x 128 (blockwise), or 32 (mxfp8); delayed scales a tensor by its amax (largest "
+        "magnitude) in earlier steps",
         f"one of {', '.join(RECIPES)}",
         derived="delayed",
         needs="--fp8-format",
@@ -1689,7 +1693,7 @@ class Float8Config:
     no_fp8_weight_cache: bool = setting(
         False,
         "convert weights to float8 again for each micro-batch, which saves 2 bytes per weight",
-        off="left out, once a step, where ZeRO stage 3 does not shard them",
+        off="left out, once a step, unless ZeRO stage 3 shards them",
         needs="--fp8-format",
         ours=True,
     )
@@ -1783,7 +1787,7 @@ class FaultConfig:
     )
     on_replica_mismatch: str = setting(
         "stop",
-        "what to do where replicas differ: end the run, or go back to the last valid checkpoint",
+        "what to do if replicas differ: end the run, or go back to the last valid checkpoint",
         rule=one_of("stop", "rewind"),
         needs="--check-replicas",
         ours=True,

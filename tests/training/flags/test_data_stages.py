@@ -50,7 +50,7 @@ BAD: list[tuple[Any, str]] = [
     ({"stages": [WEB | {"start_tokens": 5}]}, "the first stage's start_tokens is 5: must be 0"),
     (two(start_tokens=0), "stage 'later' has start_tokens 0: must be above that of the stage"),
     (two(start_tokens=-1), "start_tokens is -1: must be a count such as 0, 300000 or 250B"),
-    (two(train_data_path="web"), "train_data_path must be a list of texts"),
+    (two(train_data_path="web"), "train_data_path must be a list of strings"),
     (two(train_data_path=["0.5", "web", "code"]), "give either prefixes alone or pairs"),
     (two(train_data_path=["gone"]), "stage 'later': gone: there is no file gone.bin"),
     (two(seq_length=0), "stage 'later': --seq-length 0: must be a whole number >= 1"),
