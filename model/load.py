@@ -44,9 +44,9 @@ MISSING = {
     "flex_olmo": "norms after attention and MLP, and over all heads of q, and of k, together",
     "glm4_moe": "a rotary embedding of a part of each head",
     "hunyuan_v1_moe": "norms of q and k behind the rotary embedding",
-    "deepseek_v2": f"{LATENT}, as examples/forks/deepseek.py has it",
-    "deepseek_v3": f"{LATENT}, as examples/forks/deepseek.py has it",
-    "kimi_k2": f"{LATENT}, as examples/forks/deepseek.py has it",
+    "deepseek_v2": f"{LATENT} (in examples/forks/deepseek.py)",
+    "deepseek_v3": f"{LATENT} (in examples/forks/deepseek.py)",
+    "kimi_k2": f"{LATENT} (in examples/forks/deepseek.py)",
     "glm4_moe_lite": LATENT,
     "gpt_oss": "attention sinks, sliding windows, and biases of experts and projections",
     "granitemoe": "multipliers of embeddings, residuals, attention and logits",
@@ -205,20 +205,22 @@ def model_file_of(
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
     if not isinstance(kind, str):
-        raise ValueError(f"config.json: model_type is {kind!r}: it must be a text")
+        raise ValueError(f"config.json: model_type is {kind!r}: it must be a string")
     at = (HERE.parent / str(named or f"model/{FILES.get(kind, kind)}.py")).resolve()
     stems = [p.stem for p in HERE.glob("*.py") if p.stem not in NO_MODELS]
     if at in [HERE / f"{stem}.py" for stem in stems]:
         return load_model_file(str(at))
     if named:
-        raise ValueError(f"it was trained with --model-file {named}: give that too")
+        raise ValueError(f"it was trained with --model-file {named}: give this flag too")
     if kind in MISSING:
         raise ValueError(missing_in(kind))
     fork = worked_fork(kind)
-    meant = "the --model-file of a fork that computes it (docs/forking.md)"
+    meant = "the --model-file of a fork for it (docs/forking.md)"
     meant = f"--model-file {fork}" if fork else meant
     known = ", ".join(sorted({*stems, *FILES}))
-    raise ValueError(f"config.json: model_type is {kind!r}, and Weft has {known}: give {meant}")
+    raise ValueError(
+        f"config.json: model_type is {kind!r}, not one of Weft's ({known}): give {meant}"
+    )
 
 
 def worked_fork(kind: str) -> str:
@@ -259,12 +261,12 @@ def config_of(
     if own.get("num_experts") and "num_experts" not in fields:
         raise ValueError(
             f"--num-experts {own['num_experts']}: {Path(file.__file__).name} has no experts; leave "
-            "--model-file out for model/moe.py, or name a changed copy of that"
+            "--model-file out to use model/moe.py, or give a changed copy of model/moe.py"
         )
     if sizes.get("yarn") and "yarn" not in fields:
         raise ValueError(
-            f"--position-embedding-type yarn: {Path(file.__file__).name} has no yarn, as model/"
-            "llama.py has"
+            f"--position-embedding-type yarn: {Path(file.__file__).name} does not support yarn; "
+            "model/llama.py does"
         )
     return file.ModelConfig(**sizes, **{k: v for k, v in own.items() if k in fields})
 
@@ -274,9 +276,9 @@ def with_mup(file: ModelFile, sizes: LlamaConfig, mup: MuP) -> Widths:
     name, say = Path(file.__file__).name, getattr(file, "with_mup", None)
     if say is None:
         raise ValueError(
-            f"--use-mup: --model-file {name} does not say which of its sizes are widths: it must "
-            "define with_mup, or import that of model/llama.py where its parameters are alike "
-            "(docs/mup.md)"
+            f"--use-mup: --model-file {name} does not define with_mup, which says which sizes are "
+            "widths: define it, or import with_mup of model/llama.py if the parameters are the "
+            "same (docs/mup.md)"
         )
     found: Widths = say(sizes, mup)
     if wrong := found.divisors.keys() - {*GROUPS}:
@@ -298,7 +300,7 @@ def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
             load_model_file(fork).from_hf_config(hf)
         except Exception:
             raise error from None
-        raise ValueError(f"{error}: {fork} computes it") from None
+        raise ValueError(f"{error}: give --model-file {fork}, which supports it") from None
     except Exception as error:
         raise ValueError(f"config.json: missing or bad field: {error}") from None
 

@@ -139,7 +139,7 @@ MISTAKES = [
     mistake(
         "a V of another shape",
         {**PP2, "--pipeline-schedule": "zb-v", "--num-virtual-stages-per-pipeline-rank": "3"},
-        "zb-v has 2 virtual stages a rank: --num-virtual-stages-per-pipeline-rank 3",
+        "zb-v needs 2 virtual stages on each rank: --num-virtual-stages-per-pipeline-rank 3",
         2,
     ),
     mistake(
@@ -249,7 +249,7 @@ MISTAKES = [
     mistake(
         "Megatron's checkpoint", {"--load": "megatron"}, "a Megatron-LM checkpoint .*Hugging Face"
     ),
-    mistake("empty Hugging Face directory", {"--load": "hf"}, "hf: there is no model.safetensors"),
+    mistake("empty Hugging Face directory", {"--load": "hf"}, "hf: there is neither model.safet"),
     mistake("broken checkpoint", {"--load": "broken"}, "--load broken: none of its 1 checkpoints"),
     mistake(
         "checkpoint that must be there",
@@ -299,7 +299,7 @@ def test_a_full_disk_is_found_before_the_first_step(
     monkeypatch.chdir(place)
     before, began = standing(place), time.monotonic()
     code = pretrain_llama.main(flags({"--save": "new/deep"}))
-    says = r"--save new/deep: rank 0: a checkpoint has 1.. MB and 0.0 MB are free"
+    says = r"--save new/deep: rank 0: a checkpoint needs 1.. MB and 0.0 MB are free"
     check_answer(capsys.readouterr().err, code, says, time.monotonic() - began)
     assert {entry for entry in standing(place) if "new" in entry[0]} == set()
     assert {entry[0] for entry in before} == {entry[0] for entry in standing(place)}

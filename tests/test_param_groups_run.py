@@ -110,20 +110,20 @@ def test_with_other_mechanisms(launcher: Launcher, mechanism: str) -> None:
 
 
 REFUSED = {
-    "embeding.weight frozen": "embeding.weight fits no parameter; did you mean embedding.weight?",
-    "layers.4.* frozen": "layers.*.* does, and its last is layers.3.mlp.down.weight",
+    "embeding.weight frozen": "embeding.weight matches no parameter; did you mean embedding.w",
+    "layers.4.* frozen": "layers.*.* does, and the last of these is layers.3.mlp.down.w",
     "*.q_proj.* lr-mult=2": "is a part of layers.0.attention.qkv.weight, which also has model.laye",
     "* frozen": "all 27 parameters of the model are frozen, so nothing would train",
-    "*norm* wd-mult=2": "wd-mult has no effect, as what it names has no weight decay",
-    "*norm* lr_mult=2": "lr_mult=2 is no property: these are frozen, trained, lr-mult=X, wd-mult=X",
+    "*norm* wd-mult=2": "wd-mult has no effect: the parameters that it names have no weight",
+    "*norm* lr_mult=2": "lr_mult=2 is not a property: these are frozen, trained, lr-mult=X, wd-m",
     "*norm* lr-mult=inf": "lr-mult must be a number >= 0, at most 1000000",
     "*norm*": "there is no property: end with frozen, trained, lr-mult=X, wd-mult=X",
     "frozen": "there is no pattern: give names of parameters first",
     "*norm* frozen head.*": "head.* comes after frozen: patterns come before properties",
-    "*norm* frozen wd-mult=2": "wd-mult has no effect on what is frozen",
-    "*norm* lr-mult=2 lr-mult=3": "lr-mult=3: the flag has lr-mult twice",
-    "head.* lr-mult=2 --param-group * lr-mult=3": "lr-mult has no effect, as later ones say other",
-    "head.* lr-mult=2 --param-group h* frozen": "lr-mult has no effect, as all that it names is f",
+    "*norm* frozen wd-mult=2": "wd-mult has no effect on frozen parameters",
+    "*norm* lr-mult=2 lr-mult=3": "lr-mult=3: lr-mult is given twice",
+    "head.* lr-mult=2 --param-group * lr-mult=3": "lr-mult has no effect: later --param-group fl",
+    "head.* lr-mult=2 --param-group h* frozen": "lr-mult has no effect: all parameters that it n",
 }
 
 
@@ -172,7 +172,7 @@ def test_tied_embeddings_are_one(
     assert main([*argv, "head.*", "lr-mult=2"]) == 2
     assert "head.weight is tied to another parameter, whose name counts" in capsys.readouterr().err
     assert main([*argv, "lm_head.*", "frozen"]) == 2
-    assert "fits no parameter; the parameters are embedding.weight" in (
+    assert "matches no parameter; the parameters are embedding.weight" in (
         said := capsys.readouterr().err
     )
     assert said.rstrip().endswith("norm.weight; head.weight is tied to one of them")

@@ -111,7 +111,7 @@ def save_hf_is_a_run(rng: random.Random, folder: Path) -> Case:
     words = flags(save, 4, *more, "--save-hf", spelt(rng, folder, own))
     if rng.random() < 0.5:
         words += ["--save-hf-keep-last-k", "1"]
-    return Case(words, says="--save-hf .*(is the folder of|holds checkpoints)", kept=[own])
+    return Case(words, says="--save-hf .*(is also the directory of|holds checkpoints)", kept=[own])
 
 
 def save_hf_is_a_run_to_be(rng: random.Random, folder: Path) -> Case:
@@ -120,7 +120,7 @@ def save_hf_is_a_run_to_be(rng: random.Random, folder: Path) -> Case:
     words = flags(save if flag == "--save" else folder / "b", 2, "--save-hf", f"{save}/.")
     if flag == "--load":
         words += ["--load", save]
-    return Case(words, says=f"--save-hf .* is the folder of {flag}", absent=[save])
+    return Case(words, says=f"--save-hf .* is also the directory of {flag}", absent=[save])
 
 
 def a_place_in_a_checkpoint(rng: random.Random, folder: Path) -> Case:

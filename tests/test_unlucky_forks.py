@@ -245,7 +245,7 @@ def no_text(rng: random.Random, folder: Path) -> Case:
     where = rng.choice(("--save", "--log-json", "--tensorboard-dir"))
     saved = folder / "saved"
     argv = [*FLAGS, "--train-iters", "2", "--save", saved, where, f"{folder}/{word}"]
-    return Case(argv, says=r"\\udc.* is not UTF-8, in which a checkpoint", absent=[saved])
+    return Case(argv, says=r"\\udc.* is not UTF-8, which it must be to be saved", absent=[saved])
 
 
 KINDS = {

@@ -49,7 +49,7 @@ def test_the_groups_follow_the_order_of_the_ranks():
     assert "pipeline group of rank 0: 0, 2\n" in report(two) and "pipeline g" not in report(alone)
     both = read("--context-parallel-size 2 --rank-order dp-cp-tp-pp", 4)
     assert any(
-        "the bits are not those of an order with cp before dp" in note for note in both.notes
+        "the bits differ from those of an order with cp before dp" in note for note in both.notes
     )
 
 

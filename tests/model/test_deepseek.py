@@ -97,7 +97,7 @@ def test_published_configs(name: str) -> None:
     m = 0.1 * 0.707 * 3.6888794541139363 + 1  # ln 40
     if name == "V2":
         assert config.score_scale == pytest.approx(m * m * 192**-0.5)
-    with pytest.raises(ValueError, match="as examples/forks/deepseek.py has it"):
+    with pytest.raises(ValueError, match="attention .in examples/forks/deepseek.py"):
         model_file_of(hf)
 
 

@@ -219,7 +219,7 @@ def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
         flags: "model_type is 'windows' there and 'llama' here (--model-file or --num-experts)",
     }.items():
         assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
-    with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):
+    with pytest.raises(ValueError, match="it was trained with --model-file .*: give this flag too"):
         load_model(saved, Grid(), torch.device("cpu"), None)
     model, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["windows"])
     assert [block.attention.window for block in model.layers.values()] == [3, 0]

@@ -90,7 +90,7 @@ WRONG = {
     ),
     "a missing tensor": (
         lambda hf: change_shard(hf, NORM, None),
-        f"the tensor {NORM} is missing; most like it: model.embed_tokens.weight, model.layers.",
+        f"the tensor {NORM} is missing; closest names: model.embed_tokens.weight, model.layers.",
     ),
     "a tensor too many": (
         lambda hf: change_shard(hf, "model.layers.3.mlp.down_proj.weight", torch.zeros(2)),

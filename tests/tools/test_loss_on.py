@@ -186,7 +186,7 @@ def test_rows_of_parquet(capsys):
     columns["prompt"][1] = None
     parquet.write_table(pyarrow.table(columns), "a.parquet")
     assert run(inputs="a.parquet") == 1
-    assert "a.parquet, row 2: no text in this row, but null" in capsys.readouterr().err
+    assert "a.parquet, row 2: null in place of a text" in capsys.readouterr().err
 
 
 def test_flags_that_do_not_fit(capsys):

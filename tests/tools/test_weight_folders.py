@@ -31,7 +31,7 @@ FORMS = {
     ),
     "a compiled base model": (
         "Llama", {"names": "inner _orig_mod"},
-        f"no {EMBEDDING}; most like it: model._orig_mod.embed_tokens.weight",
+        f"no {EMBEDDING}; closest names: model._orig_mod.embed_tokens.weight",
     ),
     "an untied model's head alone": (
         "Llama", {"ends": "head alone"},

@@ -374,7 +374,7 @@ def refuse_to_save(root: Path, flag: str) -> None:
     if (real / CONFIG).is_file():
         raise CheckpointError(
             f"{flag} {root} holds a Hugging Face model ({CONFIG}), which a resume would load "
-            "in place of the run's checkpoints: give a folder of its own"
+            "in place of the run's checkpoints: give another directory"
         )
 
 

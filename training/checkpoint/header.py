@@ -29,13 +29,13 @@ def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[s
     with open_plain(path, links) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
-            raise refuse(f"it has {size} bytes, and the length of its header takes 8")
+            raise refuse(f"it has {size} bytes, fewer than the 8 of its header's length")
         start = file.read(8)
         if start == b"version ":
-            raise refuse("it is Git LFS's note of one: fetch the file with `git lfs pull`")
+            raise refuse("it is a Git LFS pointer: fetch the file with `git lfs pull`")
         length = int.from_bytes(start, "little")
         if length > HEADER_LIMIT:
-            raise refuse(f"a header of {length:,} bytes, where {HEADER_LIMIT:,} are allowed")
+            raise refuse(f"its header has {length:,} bytes, more than {HEADER_LIMIT:,}")
         if length > size - 8:
             raise refuse(f"its header of {length} bytes ends beyond the {size} of the file")
         header = parse(
@@ -45,7 +45,7 @@ def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[s
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise refuse("its __metadata__ is not an object of strings")
     if len(header) > NAMES:
-        raise refuse(f"its header names {len(header):,} tensors, where {NAMES:,} are allowed")
+        raise refuse(f"its header names {len(header):,} tensors, more than {NAMES:,}")
     found, spans = {}, []
     for name, entry in header.items():
         try:
@@ -54,14 +54,14 @@ def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[s
         except (TypeError, KeyError, ValueError):
             raise refuse(f"{name} needs dtype, shape and two data_offsets") from None
         if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers):
-            raise refuse(f"shape or data_offsets of {name} are not up to 8 counts")
+            raise refuse(f"shape and data_offsets of {name} must be up to 8 numbers >= 0")
         if not isinstance(dtype, str) or dtype not in BY_NAME:
             raise CheckpointError(
                 f"{path.name}: {name} is {dtype}; only {', '.join(BY_NAME)} are read"
             )
         need = prod(shape) * BY_NAME[dtype].itemsize
         if end - begin != need:
-            raise refuse(f"{name}, {dtype} {shape}, takes {need} bytes and has {end - begin}")
+            raise refuse(f"{name}, {dtype} {shape}, needs {need} bytes and has {end - begin}")
         found[name] = (dtype, shape)
         spans.append((begin, end, name))
     at = 0
@@ -71,7 +71,7 @@ def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[s
             raise refuse(f"{name} {how}: it begins at {begin}, not {at}")
         at = end
     if at != size - 8 - length:
-        raise refuse(f"its tensors end at {at} of {size - 8 - length} bytes")
+        raise refuse(f"its tensors end at byte {at}, its data at {size - 8 - length}")
     return size, found
 
 

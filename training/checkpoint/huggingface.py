@@ -35,19 +35,19 @@ FUSED = re.compile(r"(.*)\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_p
 BESIDE = r"adapter_config\.json|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 KINDS = {  # {pattern of files that are not read as weights: what they are, and what to do}
     r"adapter_(config\.json|model\..*)": "an adapter, which transformers adds to its base model "
-    "where peft is installed: merge it (merge_and_unload) and save that model",
+    "if peft is installed: merge it (merge_and_unload) and save the merged model",
     r"shard-\d{5}-model-.*|pytorch_model_fsdp_\d+|.*\.distcp": "a distributed save, which is not "
     "read: save the model in one file",
     r"model-\d+-of-\d+\.safetensors": f"shards without {SHARDS}, which names them",
     r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json": "a variant, which "
-    f"transformers reads only where it is asked for: give it the plain names, such as {SINGLE}",
+    f"transformers reads only on request: rename its files to the plain names, such as {SINGLE}",
     r"pytorch_model.*": ".bin weights are pickles, which can run code, and are not read: save the "
     "model as safetensors (save_pretrained's default)",
-    r"consolidated\..*": "weights under Meta's or Mistral's names: take those in Hugging Face's "
+    r"consolidated\..*": "weights under Meta's or Mistral's names: use those in Hugging Face's "
     "format",
-    r".*\.gguf": "GGUF, which is not read: take the model's safetensors",
-    r"global_step\d+|zero_to_fp32\.py": "DeepSpeed's save, of pickles, which are not read: `python "
-    "zero_to_fp32.py . OUT --safe_serialization` there writes safetensors",
+    r".*\.gguf": "GGUF, which is not read: use the model's safetensors",
+    r"global_step\d+|zero_to_fp32\.py": "DeepSpeed's save, of pickles, which are not read: run "
+    "`python zero_to_fp32.py . OUT --safe_serialization` there, which writes safetensors",
     r"(flax|tf)_model\..*|(lit|rust)_model\..*": "another program's weights, which are not read: "
     "save the model with transformers' save_pretrained",
 }
@@ -148,13 +148,14 @@ class HuggingFaceDirectory(Checkpoint):
             if len(entry["shape"]) != 3 or entry["shape"][1] % len(own):
                 raise CheckpointError(
                     f"{name} has shape {entry['shape']}: the experts' matrices of {kind} are "
-                    "[experts, rows, columns]" + ", rows of gate and up" * (len(own) > 1)
+                    "[experts, rows, columns]" + ", the rows those of gate and up" * (len(own) > 1)
                 )
             del self.index[name]
             file, (experts, rows, columns) = entry["parts"][0][0], entry["shape"]
             if len(self._fused) + experts * len(own) > NAMES:
                 raise CheckpointError(
-                    f"{name} has {experts:,} experts: {NAMES:,} matrices of experts are read"
+                    f"{name} has {experts:,} experts: a model may have at most {NAMES:,} matrices "
+                    "of experts"
                 )
             rows //= len(own)
             for e in range(experts):
@@ -274,7 +275,7 @@ def weight_files(
         other = [n for n in there if n.endswith((".safetensors", ".bin", ".pt", ".pth"))]
         why = instead(there) or first_of(other)
         raise CheckpointError(
-            (missing if named else f"there is no {SINGLE}, nor an index of shards")
+            (missing if named else f"there is neither {SINGLE} nor {SHARDS}")
             + (f", but {why}" if why else "")
         )
     if other := [name for name in there if re.fullmatch(BESIDE, name)]:
@@ -300,7 +301,7 @@ def _texts(config: dict[str, Any], why: str) -> str:
         for field, value in dict.items(config)
         if isinstance(value, str) and NUMBER.fullmatch(value) and field not in why
     ]
-    return f" ({first_of(found)}: a text, where a number may be meant)" if found else ""
+    return f" ({first_of(found)}: a string, where a number may be meant)" if found else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def shards_of(path: Path, there: Sequence[str]) -> Mapping[str, Collection[str]]
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
     if len(listed) > NAMES:
-        raise CheckpointError(f"{path.name} lists {len(listed):,} tensors; {NAMES:,} are read")
+        raise CheckpointError(f"{path.name} lists {len(listed):,} tensors, more than {NAMES:,}")
     for name, file in listed.items():
         if not isinstance(file, str) or not PLAIN.fullmatch(file):
             raise CheckpointError(

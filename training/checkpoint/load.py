@@ -79,7 +79,7 @@ def instead_of(name: str, there: Collection[str]) -> str:
         return f"; there is {wrapped[0]}: save the model without its wrapper ({wrapper!r})"
     some = list(islice(there, LOOKED_AT))
     near = get_close_matches(name, some, SHOWN)
-    return f"; most like it: {', '.join(near)}" if near else f"; it has {first_of(some) or 'none'}"
+    return f"; closest names: {', '.join(near)}" if near else f"; it has {first_of(some) or 'none'}"
 
 
 class OneOfFused:

@@ -46,7 +46,7 @@ class DirectoryLock:
         self._before = os.pread(self._fd, 1000, 0) if plain else b""
         if not _is_lock(self._before):
             self.close()
-            raise SaveError(f"{self._path} is not the lock of a run, and is not written over")
+            raise SaveError(f"{self._path} is not the lock of a run, so it is not overwritten")
         until, noted = time.monotonic() + patience, False
         while (failed := self._try()) in LOCKED:
             who = f"{root} is being written by another run: {_holder(os.pread(self._fd, 1000, 0))}"

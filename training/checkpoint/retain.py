@@ -123,7 +123,7 @@ def choose(
             doomed.append(name)
     foreign = [name for name in doomed if not holds_a_save(root / name)]
     for name in foreign:
-        note(f"checkpoint {root / name} is left in place: it holds what no save wrote")
+        note(f"checkpoint {root / name} is left in place: it holds files that no save wrote")
     return [name for name in doomed[::-1] if name not in foreign]
 
 

@@ -158,7 +158,7 @@ def _check_room(root: Path, need: int) -> None:
     free = shutil.disk_usage(root).free
     if free < need:
         raise OSError(
-            errno.ENOSPC, f"a checkpoint has {_size(need)} and {_size(free)} are free", str(root)
+            errno.ENOSPC, f"a checkpoint needs {_size(need)} and {_size(free)} are free", str(root)
         )
 
 

@@ -134,7 +134,7 @@ def build_loaders(
     }
     valid = {name: loader for name, loader in held_out.items() if loader is not None}
     for name in held_out.keys() - valid.keys() if data.multiple_validation_sets else ():
-        raise ValueError(f"--multiple-validation-sets: the set {name} has no tokens that count")
+        raise ValueError(f"--multiple-validation-sets: the set {name} has no token in the loss")
     run = config.run
     asked = {
         "--skip-train": run.skip_train,
@@ -143,7 +143,7 @@ def build_loaders(
     }
     evaluates = run.eval_iters > 0 or data.full_validation
     if not valid and evaluates and any(asked.values()):
-        why = "--valid-data-path has no tokens that count"
+        why = "--valid-data-path has no token in the loss"
         if data.data_path:
             why = (
                 f"--split {data.split or DEFAULT_SPLIT} assigns whole documents, and none to "
@@ -215,7 +215,7 @@ def build_datasets(
         train = found["train"]
         if train is None or begun is None or not begun(same.split, train):
             raise ValueError(f"{same.what}: {same.instead}")
-        report(f"{same.what}; the run was begun so, and goes on in its order")
+        report(f"{same.what}; the run was started with this data, and continues in its order")
     for empty in _without_loss(opener.parts, tokenizer.eod if data.eod_mask_loss else None, report):
         found[empty] = None
     made_with.tell(report)
@@ -412,7 +412,7 @@ class _Opener:
         if count < read:
             raise ValueError(
                 f"{flag} without weights holds {count} {split} samples under --data-order megatron "
-                f"and the run reads {read}: with weights, data sets are repeated"
+                f"and the run reads {read}: give weights, with which data sets are repeated"
             )
         cache = self._cache(cuts[0][0].prefix)
         return MegatronBlend(parts, normal, count, cache, native.load())

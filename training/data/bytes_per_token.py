@@ -92,7 +92,7 @@ class TextBytes:
         for probe in PROBES:
             if (found := read(probe)[fronted:]) != probe.encode():
                 self._report(
-                    "bits per byte count the bytes that tokens stand for, which may not be all of "
-                    f"the text: {self._tokenizer.name} makes {found!r} of {probe.encode()!r}"
+                    "bits per byte count the bytes that tokens decode to, which may not be all of "
+                    f"the text: {self._tokenizer.name} turns {probe.encode()!r} into {found!r}"
                 )
                 return

@@ -137,14 +137,14 @@ class IndexCache:
                     "waiting for another process",
                     lambda: f"waiting for {what}, which another process makes ({path})",
                     limit=patience,
-                    over=lambda: f"{what} is there",
+                    over=lambda: f"{what} is ready",
                     aloud=None,
                 ):
                     began = time.monotonic()
                     while not _lock(fd):
                         waited = time.monotonic() - began
                         if waited > patience:
-                            raise TimeoutError(0, f"{path} is locked for {patience:.0f} s")
+                            raise TimeoutError(0, f"{path} has been locked for {patience:.0f} s")
                         time.sleep(0.02 if waited < 1 else 0.2)
             yield
         finally:

@@ -212,15 +212,15 @@ def class_of(
     known = name in BUILT or name in PLAIN or name.removesuffix("Tokenizer") in OTHERS
     if code and not known and usual is None:
         raise ValueError(
-            f"{where}: auto_map {code} is code that comes with the tokenizer, and is never run; "
-            "without auto_map and with tokenizer_class PreTrainedTokenizerFast, tokenizer.json is "
-            "read as it is, by transformers too"
+            f"{where}: auto_map {code} is code that comes with the tokenizer, which is never run; "
+            "remove auto_map and set tokenizer_class to PreTrainedTokenizerFast to use "
+            "tokenizer.json unchanged, in transformers too"
         )
     versions = config.get("fast_tokenizer_files")
     if versions and versions != ["tokenizer.json"]:
         raise ValueError(
-            f"{where}: fast_tokenizer_files {versions} lists other files for versions of "
-            "transformers, and tokenizer.json alone is read here"
+            f"{where}: fast_tokenizer_files {versions} lists other files for some versions of "
+            "transformers, and only tokenizer.json is read here"
         )
     if not code and name == "LlamaTokenizer" and byte_level and kind not in FORCED:
         name = ""
@@ -230,17 +230,17 @@ def class_of(
         name = usual or ""
     if name.removesuffix("Tokenizer") in OTHERS:
         raise ValueError(
-            f"{where}: tokenizer_class {name} has its own rules in transformers in place of those "
-            f"of tokenizer.json, and they are not available here; {_as_it_is(kind)}"
+            f"{where}: tokenizer_class {name} makes transformers replace rules of tokenizer.json, "
+            f"which is not available here; {_as_it_is(kind)}"
         )
     return name if name in BUILT else ""
 
 
 def _as_it_is(kind: Any) -> str:
     """Return advice on reading tokenizer.json without a class's rules; kind: the model_type."""
-    apart = f", in a folder without this config.json (model_type {kind})" if kind in FORCED else ""
+    apart = f", in a folder without this config.json (model_type {kind})," if kind in FORCED else ""
     return (
-        f"with PreTrainedTokenizerFast in its place{apart}, tokenizer.json is read as it is, by "
+        f"set it to PreTrainedTokenizerFast{apart} to use tokenizer.json unchanged, in "
         "transformers too"
     )
 
@@ -261,7 +261,7 @@ def built(
         other = type(bpe).__name__
         more = " with a prefix or suffix inside words" if isinstance(bpe, models.BPE) else ""
         raise ValueError(
-            f"{where}: tokenizer_class {name} makes a plain BPE, and tokenizer.json is a {other}"
+            f"{where}: tokenizer_class {name} needs a plain BPE, and tokenizer.json is a {other}"
             f"{more}; {_as_it_is(kind)}"
         )
     options: dict[str, Any] = {"byte_fallback": about.byte_fallback, "ignore_merges": False}

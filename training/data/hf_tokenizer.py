@@ -67,8 +67,8 @@ class HuggingFaceTokenizer:
             self._model = built(raw, kind, config, unk, paths[0], model.get("model_type"))
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
-                f"{path}: its BPE has dropout {dropout:.3g}, which cuts a text in another way each "
-                "time: write null in its place"
+                f"{path}: its BPE has dropout {dropout:.3g}, which tokenizes a text differently "
+                "each time: set dropout to null"
             )
         notes = Notes(config, special, added, self._listed(), padding, paths[:3])
         with calling(f"--tokenizer-model {path}", mute=True):
@@ -202,7 +202,7 @@ def _others(folder: str) -> str:
             f"--merge-file {merges} reads it"
         )
     elif "vocab.json" in found:
-        ways.append("merges.txt is missing to vocab.json")
+        ways.append("vocab.json needs merges.txt, which is missing")
     ways.append(
         "transformers writes tokenizer.json: "
         f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"

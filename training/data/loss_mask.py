@@ -122,7 +122,7 @@ def find_loss_mask(
     if record is not None and named != mask.digest:
         which = "is not the mask that it names" if named else "is there, and it names no mask"
         raise ValueError(
-            f"{prefix}.json is of another pair than its loss mask: {mask.prefix}.bin {which}; "
+            f"{prefix}.json belongs to another pair than the loss mask: {mask.prefix}.bin {which}; "
             f"{AGAIN}, or copy all of its files"
         )
     return mask

@@ -74,7 +74,7 @@ class MadeWith:
         path = f"{prefix}.json"
         found, why = _read(path)
         if found and not facts_of(lengths).items() <= found.items():
-            found, why = None, f"{path} is of other tokens than its .bin"
+            found, why = None, f"{path} describes other tokens than its .bin has"
         if not found:
             self._without.append(why)
             return None
@@ -85,8 +85,8 @@ class MadeWith:
                 raise ValueError(
                     f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and "
                     f"{self._named} is {_words(record_of(tokenizer, None))}: give the tokenizer "
-                    "that made it, or tokenize the text again (without this file the tokens are "
-                    "taken as they are)"
+                    "that made it, or tokenize the text again (without this file nothing is "
+                    "compared)"
                 )
             return found
         first, known = next(iter(self._records.items()))
@@ -102,9 +102,9 @@ class MadeWith:
             )
         if self._ends and found["eod"] not in (None, tokenizer.eod):
             raise ValueError(
-                f"{path}: eod {found['eod']} ends each document, and NullTokenizer takes "
-                f"{tokenizer.eod} for the end: --reset-position-ids, --reset-attention-mask and "
-                f"--eod-mask-loss need --vocab-size {found['eod'] + 1}, or the tokenizer"
+                f"{path}: eod {found['eod']} ends each document, and NullTokenizer expects "
+                f"{tokenizer.eod}: --reset-position-ids, --reset-attention-mask and "
+                f"--eod-mask-loss need --vocab-size {found['eod'] + 1}, or the pair's tokenizer"
             )
         return found
 
@@ -130,13 +130,13 @@ def _read(path: str) -> tuple[Record | None, str]:
     except ValueError:
         other = True
     if other:
-        return None, f"{path} is not of tools/preprocess_data.py and says no tokenizer"
+        return None, f"{path} was not written by tools/preprocess_data.py and names no tokenizer"
     fields = FIELDS if found.keys().isdisjoint(MASK) else {**FIELDS, **MASK}
     for field, kinds in fields.items():
         if type(found.get(field)) not in kinds:
             raise ValueError(
                 f"{path}: {field}: {found.get(field)!r} is not {kinds[0].__name__}; without the "
-                "file the tokens are taken as they are"
+                "file the tokenizer is not compared"
             )
     return found, ""
 

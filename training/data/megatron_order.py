@@ -140,8 +140,8 @@ class MegatronBlend(Blend):
         for dataset, most, requested in zip(datasets, lengths, taken.tolist(), strict=True):
             if requested > most:
                 raise ValueError(
-                    f"{dataset.name}: the blend asks for {requested} samples of it and it has "
-                    f"{most}, as Megatron-LM refuses too"
+                    f"{dataset.name}: the blend needs {requested} samples of it and it has {most}; "
+                    "Megatron-LM refuses this too"
                 )
 
     def facts(self, hashes: list[str]) -> Any:

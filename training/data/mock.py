@@ -22,7 +22,7 @@ class MockDataset:
         self, split: str, seq_length: int, seed: int, vocab_size: int, eod: int | None
     ) -> None:
         if vocab_size < 2:
-            raise ValueError(f"--mock-data counts through at least 2 tokens, not {vocab_size}")
+            raise ValueError(f"--mock-data needs a vocabulary of >= 2 tokens, not {vocab_size}")
         self.seq_length = seq_length
         self._vocab_size = vocab_size
         self._eod = eod

@@ -28,12 +28,12 @@ def instead(prefix: str, kind: str | None, model: str | None, merges: str | None
         return f"it is a folder; the pairs in it are {first_of(pairs)}"
     command = _command(text := _text(prefix), kind, model, merges)
     if text:
-        return f"{'it' if text == prefix else text} is text, of which {command}"
+        return f"{'it' if text == prefix else text} is text; {command}"
     if os.path.exists(prefix):
         what = "it is a folder without pairs and text" if folder else "its format is not read"
-        return f"{what}; of text {command}"
+        return f"{what}; {command}"
     if os.path.exists(alone):
-        return f"{alone} alone does not say where a document begins; of text {command}"
+        return f"{alone} alone does not say where a document begins; {command}"
     if pairs:
         return f"the pairs there are {first_of(pairs)}"
     return "tools/preprocess_data.py makes a .bin/.idx pair"
@@ -72,4 +72,4 @@ def _command(text: str, kind: str | None, model: str | None, merges: str | None)
     words += ["--tokenizer-type", str(kind), file, model or "FILE"]
     words += ["--merge-file", merges] if merges else []
     pair = shlex.quote(f"{output}_text_document")
-    return f"`{COMMAND} {shlex.join(words)}` makes a pair, which is then named {pair}"
+    return f"`{COMMAND} {shlex.join(words)}` makes a pair from text; then give {pair}"

@@ -78,7 +78,7 @@ def _one_file(one: Part, other: Part) -> bool:
 def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
     """Return the error in two parts if they hold the same data, None if that is allowed."""
     a, b, flag = one.prefix, other.prefix, other.flag
-    again = f"{b} is there twice" if a == b else f"{b} holds the same data as {a}"
+    again = f"{b} is named twice" if a == b else f"{b} holds the same data as {a}"
     if one.split == other.split and one.flag == flag:
         return Twice(
             "train" if cut else one.split,
@@ -98,8 +98,8 @@ def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
             return None
         return Twice(
             "train",
-            f"{flag}: {b} is a hard link to {a}, of {one.flag}, and begins again",
-            f"name {a} to go on in it, or a copy to begin again",
+            f"{flag}: {b} is a hard link to {a} of {one.flag}, so its samples begin again",
+            f"name {a} to continue its samples, or a copy to begin again",
         )
     if one.split == "train":
         trained = f"{b} is trained on" if a == b else f"{again}, which is trained on"

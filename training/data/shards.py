@@ -160,7 +160,7 @@ class Shard:
             for each in raws:
                 if each is None:
                     kind = "without a text, but null"
-                    bad.found(kind, partial(self.place, where), "no text in this row, but null")
+                    bad.found(kind, partial(self.place, where), "null in place of a text")
                     return None
                 raw = each
                 found.append(raw.decode("utf-8"))

@@ -40,8 +40,8 @@ def check_kernels(config: Config) -> None:
             raise UsageError(f"{flag} {name} has no fp64: with --fp64 use {own}")
         if config.rehearse.rehearse:
             raise UsageError(
-                f"{flag} {name} runs kernels of another package, and --rehearse has no device for "
-                f"them: rehearse with {own}"
+                f"{flag} {name} runs kernels of another package, which --rehearse cannot simulate: "
+                f"rehearse with {own}"
             )
     if config.rehearse.rehearse or not parallel_rules.on_cpu(config):
         attention_line(config, ANY_GPU._replace(deterministic=config.run.deterministic_mode))
@@ -87,13 +87,13 @@ def attention_notes(config: Config) -> Iterator[str]:
     requested = config.parallel.attention_backend
     on_cpu = not config.rehearse.rehearse and parallel_rules.on_cpu(config)
     if on_cpu and requested in ("flash", "fused"):
-        yield f"{FLAG} {requested}: its kernels are CUDA's; on the CPU attention is as with auto"
+        yield f"{FLAG} {requested}: its kernels need CUDA; on the CPU attention runs as with auto"
     if not on_cpu and requested == "local":
-        yield f"{FLAG} local: there is no CUDA kernel of Weft's own; it is unfused there"
+        yield f"{FLAG} local: it has no CUDA kernel; on CUDA attention runs as with unfused"
     if not on_cpu and requested in ("unfused", "local"):
         yield (
-            f"{FLAG} {requested}: memory for the scores of a layer, s x s for each head, is not in "
-            "the estimate of memory; --rehearse counts it"
+            f"{FLAG} {requested}: the estimate of memory leaves out the scores of a layer, s x s "
+            "for each head; --rehearse counts them"
         )
 
 
@@ -167,12 +167,12 @@ def check_offload(config: Config) -> None:
     stages = p.pipeline_model_parallel_size * p.virtual_stages
     if layers <= stages:
         raise UsageError(
-            f"{OFFLOAD} with --num-layers {layers} in {stages} pipeline stages: a stage's last "
-            "layer stays, and no stage has another"
+            f"{OFFLOAD} has nothing to offload: the last layer of a stage stays on the device, and "
+            f"--num-layers {layers} in {stages} pipeline stages gives no stage a second layer"
         )
     group = p.recompute_num_layers or 1 if p.recompute_method == "uniform" else 1
     if group * stages >= layers:
         raise UsageError(
-            f"{OFFLOAD} with --recompute-num-layers {group}: a stage's last group of recomputed "
-            "layers stays, and no stage has another"
+            f"{OFFLOAD} has nothing to offload: the last group of recomputed layers of a stage "
+            f"stays on the device, and --recompute-num-layers {group} gives no stage a second group"
         )

@@ -42,7 +42,7 @@ def read(path: str, given: Mapping[str, Any]) -> list[Stage]:
     if not isinstance(stages, list) or not stages or found.keys() != {"stages"}:
         raise _wrong(path, 'it must be an object with one key, "stages", a list of stages')
     if len(stages) > MOST:
-        raise _wrong(path, f"it has {len(stages)} stages: at most {MOST} are read")
+        raise _wrong(path, f"it has {len(stages)} stages: must be at most {MOST}")
     made = [_stage(path, i, each, given) for i, each in enumerate(stages)]
     if made[0].start_tokens:
         raise _wrong(path, f"the first stage's start_tokens is {made[0].start_tokens}: must be 0")
@@ -55,7 +55,7 @@ def read(path: str, given: Mapping[str, Any]) -> list[Stage]:
             )
     names = [stage.name for stage in made]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise _wrong(path, f"two stages have the name {twice!r}: each needs a name of its own")
+        raise _wrong(path, f"two stages have the name {twice!r}: names must be unique")
     return made
 
 
@@ -83,7 +83,7 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
         )
     blend = found[DATA]
     if not isinstance(blend, list) or not all(isinstance(word, str) and word for word in blend):
-        must = f"{DATA} must be a list of texts, as {flag_of(DATA)} takes them"
+        must = f"{DATA} must be a list of strings, the words after {flag_of(DATA)}"
         raise _wrong(path, f"{where}: {must}")
     try:
         prefixes, weights = parse_blend(blend, DATA)

@@ -151,8 +151,9 @@ def _evaluation(v: Values) -> None:
     alone = run.get("skip_train") and not run.get("eval_interval")
     if alone and data.get("data_order") == "megatron":
         v.notes.append(
-            "--skip-train without --eval-interval: --data-order megatron draws the samples of one "
-            "evaluation, which are others than those of a run with more of them"
+            "--skip-train without --eval-interval: --data-order megatron draws the samples of a "
+            "single evaluation, which differ from those of a run with several; give the "
+            "--eval-interval of the run"
         )
 
 

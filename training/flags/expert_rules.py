@@ -28,7 +28,8 @@ def choose_file(moe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
         return moe
     if moe.get("qk_layernorm") and model.setdefault("model_file", NORMALISED) != NORMALISED:
         raise UsageError(
-            f"--qk-layernorm and --model-file {model['model_file']} set the same: give one of them"
+            f"--qk-layernorm is --model-file {NORMALISED}, and --model-file is "
+            f"{model['model_file']}: give one of them"
         )
     return {}
 
@@ -47,25 +48,26 @@ def notes(config: Config) -> Iterator[str]:
     m = config.moe
     if m.experts and m.moe_router_pre_softmax and m.moe_router_score_function != "softmax":
         yield (
-            "--moe-router-pre-softmax changes nothing with --moe-router-score-function "
-            f"{m.moe_router_score_function}, there as here: there is no softmax"
+            "--moe-router-pre-softmax has no effect, also in Megatron-LM, with "
+            f"--moe-router-score-function {m.moe_router_score_function}: there is no softmax"
         )
     if m.experts and config.parallel.overlap_moe_expert_parallel_comm:
         most = max(micro_batch_counts(config))
         if not any(schedule_of(config, most).pairs):
             yield (
-                f"{OVERLAP}: of {most} micro-batches no forward has a backward to overlap; more "
-                "micro-batches, or fewer pipeline stages, have"
+                f"{OVERLAP} has no effect: with {most} micro-batches no forward overlaps a "
+                "backward; use more micro-batches or fewer pipeline stages"
             )
     if m.experts and m.moe_expert_capacity_factor:
         yield (
-            f"--moe-expert-capacity-factor {m.moe_expert_capacity_factor:g} is of a rank's tokens "
-            "of a micro-batch: what is dropped depends on the layout and on --micro-batch-size"
+            f"--moe-expert-capacity-factor {m.moe_expert_capacity_factor:g} counts a rank's tokens "
+            "of a micro-batch, so which tokens are dropped depends on the layout and on "
+            "--micro-batch-size"
         )
     if m.experts and "aux_loss" in m.moe_router_load_balancing_type and any(m.moe_aux_loss_coeff):
         yield (
-            "--moe-router-load-balancing-type aux_loss is the loss of a micro-batch: it depends on "
-            "--micro-batch-size; seq_aux_loss is the same for every layout"
+            "--moe-router-load-balancing-type aux_loss is computed over a micro-batch, so it "
+            "depends on --micro-batch-size; seq_aux_loss is the same for every layout"
         )
 
 
@@ -79,9 +81,9 @@ def check(config: Config) -> None:
         return
     etp = p.expert_tensor_parallel_size or tp
     if etp > 1:
-        left = "" if p.expert_tensor_parallel_size else ", whose default is --tensor-model-"
-        left += "" if p.expert_tensor_parallel_size else "parallel-size"
-        raise UsageError(f"{ETP} {etp}{left}: an expert is not split here; give {ETP} 1")
+        left = "" if p.expert_tensor_parallel_size else " (the default, --tensor-model-"
+        left += "" if p.expert_tensor_parallel_size else "parallel-size)"
+        raise UsageError(f"{ETP} {etp}{left}: splitting an expert is not available; give {ETP} 1")
     if m.experts % ep:
         raise UsageError(f"{EXPERTS} {m.experts} is not a multiple of {EP} {ep}")
     stage = tp * p.context_parallel_size * p.data_parallel_size
@@ -94,13 +96,13 @@ def check(config: Config) -> None:
     if ranks % copies:
         raise UsageError(
             f"{INSTANCES} {copies} does not divide the {ranks} ranks that hold the same experts "
-            f"({stage} of a pipeline stage over {EP} {ep}) into groups of one size"
+            f"({stage} of a pipeline stage / {EP} {ep}) into equal groups"
         )
     skew, most = config.rehearse.rehearse_expert_skew, min(ep, m.experts / m.moe_router_topk)
     if skew != 1.0 and not 1.0 <= skew <= most:
         raise UsageError(
-            f"--rehearse-expert-skew {skew:g}: of the rows of {ep} ranks (ep) the first can have "
-            f"from 1 to {most:g} times the mean, as a token goes to an expert once"
+            f"--rehearse-expert-skew {skew:g} must be from 1 to {most:g}: a token goes to an "
+            f"expert once, so one of {ep} ranks (ep) gets at most {most:g} times the mean"
         )
     if skew != 1.0 and not (config.run.dry_run or config.rehearse.rehearse):
         raise UsageError(
@@ -111,7 +113,7 @@ def check(config: Config) -> None:
     if not kinds or len(coefficients) not in (1, len(kinds)):
         raise UsageError(
             f"--moe-aux-loss-coeff has {len(coefficients)} values and --moe-router-load-balancing-"
-            f"type {len(kinds)}: give one for each"
+            f"type {len(kinds)}: give one coefficient for each type"
         )
     if m.moe_router_topk > m.experts:
         raise UsageError(
@@ -140,12 +142,13 @@ def _check_overlap(config: Config) -> None:
     if p.schedule not in OVERLAPPING:
         raise UsageError(
             f"{OVERLAP} needs --pipeline-schedule {' or '.join(OVERLAPPING)}, not {p.schedule}: "
-            "in others no forward is paired with the backward behind it"
+            "other schedules do not pair a forward with the backward after it"
         )
     if p.zero == 3 and p.pipeline_model_parallel_size == 1:
         raise UsageError(
-            f"{OVERLAP} is not available at ZeRO stage 3 without a pipeline: the two micro-batches "
-            "use the weights of two layers in turns, and each turn would gather them again"
+            f"{OVERLAP} is not available at --zero-stage 3 without a pipeline: the two "
+            "micro-batches alternate between the weights of two layers, which would be gathered "
+            "again at each change"
         )
 
 
@@ -163,6 +166,6 @@ def _check_groups(m: MoEConfig) -> None:
         )
     if best * (m.experts // groups) < k:
         raise UsageError(
-            f"--moe-router-group-topk {best}: {best} groups of {m.experts // groups} experts have "
-            f"fewer than the --moe-router-topk {k} that a token chooses"
+            f"--moe-router-group-topk {best}: {best} groups of {m.experts // groups} experts are "
+            f"fewer experts than --moe-router-topk {k}"
         )

@@ -23,20 +23,21 @@ REMOVED = {  # {flag that this program had: why it was removed, and what to do i
     "leave it out",
     "--tp-comm-overlap-cache": "a checkpoint records what --tp-comm-overlap auto chose; leave it "
     "out, or name a method for the same bits in every run",
-    "--hierarchical-context-parallel-sizes": "they are sizes of --cp-comm-type a2a+p2p, which was "
-    "removed too, and nothing takes its place; use --cp-comm-type p2p between nodes",
+    "--hierarchical-context-parallel-sizes": "it gave the sizes of --cp-comm-type a2a+p2p, which "
+    "was removed too, without a replacement; use --cp-comm-type p2p between nodes",
     "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
     "bf16 by --first-last-layers-bf16",
-    "--muon-coefficients": "--muon-coefficient-type names the coefficients of each iteration; your "
-    "own can be a set in mpu/optim/newton_schulz.py",
-    "--memory-picture-rank": "--memory-picture draws the fullest pipeline rank; leave it out",
+    "--muon-coefficients": "--muon-coefficient-type names the coefficients of each iteration; add "
+    "your own to mpu/optim/newton_schulz.py",
+    "--memory-picture-rank": "--memory-picture draws the pipeline rank with the most memory; leave "
+    "it out",
     "--save-hf-max-shard-size": "a file of weights has at most 5 GB, as transformers writes them; "
     "leave it out",
-    "--cuda-graph": "on an H200 it gained nothing, and nothing takes its place; leave it out",
-    "--data-local-copy": "the job script copies the data to each node, by the lines in "
-    "docs/data.md, and --data-path names the copy; leave it out",
-    "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "
-    "out; a restart begins at the newest checkpoint of --load or --save (--save-interval)",
+    "--cuda-graph": "it was no faster on an H200, and has no replacement; leave it out",
+    "--data-local-copy": "leave it out; let the job script copy the data to each node, as in "
+    "docs/data.md, and name the copy by --data-path",
+    "--peer-checkpoint": "checkpoints are no longer copied to the memory of other ranks; leave it "
+    "out: a restart begins at the newest checkpoint of --load or --save (--save-interval)",
 }
 LIVE_KIND, ACCEPTED_KIND, REFUSED_KIND, REMOVED_KIND = "live", "accepted", "refused", "removed"
 

@@ -113,7 +113,9 @@ def in_our_words(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
     if found.stray:
         refuse_strays(found.stray)
     for name in found.on.keys() & found.off.keys():
-        raise UsageError(f"{found.on[name]} and {found.off[name]} set the same: give one of them")
+        raise UsageError(
+            f"{found.on[name]} and {found.off[name]} contradict each other: give one of them"
+        )
     return found
 
 
@@ -274,7 +276,9 @@ def _refuse_two_names(use: Use, typed: str, other_name: str, found: Sorted) -> N
         return  # reported later, with the rule
     first, other, before = found.values.setdefault(use.name, (other_name, typed, value))
     if before != value and first != other_name:
-        raise UsageError(f"{other} and {typed} set the same: give one of them")
+        raise UsageError(
+            f"{other} and {typed} contradict each other, as both set {use.name}: give one of them"
+        )
 
 
 def _ignored(uses: Sequence[Use], own_names: Collection[str], found: Sorted) -> dict[str, int]:
@@ -289,15 +293,15 @@ def _ignored(uses: Sequence[Use], own_names: Collection[str], found: Sorted) -> 
             match = re.fullmatch(r"([^\s:=-][^\s:=]*):(\d+)", each)
             if match is None:
                 raise UsageError(
-                    f"{FLAG} {each}: give NAME:COUNT, COUNT the number of its values; without "
-                    f"{FLAG} the refusal lists them"
+                    f"{FLAG} {each}: give NAME:COUNT, where COUNT is the number of values of the "
+                    f"flag; the error without {FLAG} lists them"
                 )
             counts["--" + match[1]] = int(match[2])
             found.ignored = (*found.ignored, each)
     for name in counts:
         _refuse_known(name, own_names)
     found.notes += [
-        f"{FLAG}: {name} is ignored: what it does in another program is not done here"
+        f"{FLAG}: {name} is ignored: its effect in another program is missing here"
         for name in counts
     ]
     return counts
@@ -311,7 +315,7 @@ def _refuse_known(name: str, own_names: Collection[str]) -> None:
     usable = [flag.name for flag in known.values() if flag.usable]
     if close := like(name, [*usable, *own_names]):
         raise UsageError(
-            f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a typing mistake"
+            f"{FLAG} {name[2:]}: not ignored, as {name} may be a typing mistake for {close[0]}"
         )
 
 
@@ -323,7 +327,7 @@ def _check_count(use: Use, count: int) -> None:
         raise UsageError(f"{FLAG} {use.name[2:]}:{count}: {typed} has {has} values here")
     if len(use.values) > count:
         raise UsageError(
-            f"{FLAG} {use.name[2:]}:{count}: {use.values[count]} follows, a value more than that"
+            f"{FLAG} {use.name[2:]}:{count}: {typed} has more values here: {use.values[count]}"
         )
 
 
@@ -339,7 +343,7 @@ def _refuse_unknown(unknown: Sequence[Use]) -> None:
         if " " in name and name.split()[0] in known_flags():
             short = f"{name[:60]}{' ...' * (len(name) > 60)}"
             raise UsageError(
-                f"{short!r} came as one word: leave out the quotes that hold flags together"
+                f"{short!r} came as one word: remove the quotes around several flags"
             )
         reasons.setdefault(_what_else(name, values[name]), []).append(name)
     others = reasons.pop("", [])
@@ -386,7 +390,7 @@ def refuse_strays(stray: Sequence[str], uses: Sequence[Use] = ()) -> None:
             if flag.rule.nargs == 0:
                 text = f"{use.name}: a switch takes no value, not {first!r}"
             elif flag.rule.nargs == "*" and use.joined:
-                text = f"{use.name}={given}: several values stand after a space, not after ="
+                text = f"{use.name}={given}: give several values after a space, not after ="
             elif flag.rule.nargs == "*":
                 text = f"{use.name} {first}: a value of this flag cannot begin with -"
     if meant or re.match(r"-\D|[\u2013\u2014]", first):

@@ -103,7 +103,7 @@ def _flags(tables: dict[str, Any], same: dict[str, tuple[str, ...]]) -> Iterator
             only, note = tuple(row.get("only", ())), row.get("note", False)
             yield Flag(name, ACCEPTED_KIND, why, rule, allowed=only, note_for=note)
     for row in tables["idle"]:
-        why = f"belongs to {row['needs']}, without which it changes nothing, there as here"
+        why = f"it has no effect without {row['needs']}, also in Megatron-LM"
         for kind, rule in (("switches", SWITCH), ("values", TEXT)):
             for name in row.get(kind, "").split():
                 yield Flag(name, ACCEPTED_KIND, why, rule)

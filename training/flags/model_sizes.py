@@ -119,7 +119,7 @@ def from_checkpoint(
     elif where:
         looked_in += f": {why_none(where[-1][1])}"
     raise UsageError(
-        f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
+        f"--use-checkpoint-args: there is no checkpoint to take the arguments from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"
     )
 
@@ -156,8 +156,8 @@ def flags_of(sizes: Any) -> dict[str, Any]:
     elif sizes.rope_scaling_factor:
         if sizes.rope_original_length != 8192:
             raise ValueError(
-                f"original_max_position_embeddings is {sizes.rope_original_length}, and flags know "
-                "only 8192"
+                f"original_max_position_embeddings is {sizes.rope_original_length}, and the flags "
+                "support only 8192"
             )
         out |= {"--use-rope-scaling": True, "--rope-scaling-factor": sizes.rope_scaling_factor}
     if (yarn := getattr(sizes, "yarn", None)) is not None:

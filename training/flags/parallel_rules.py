@@ -63,7 +63,7 @@ def check_context(config: Config) -> None:
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     of = f"--seq-length {m.seq_length} is not a multiple of"
     if m.seq_length % cp:
-        raise UsageError(f"{of} {SIZE} {cp}: each rank takes as many tokens")
+        raise UsageError(f"{of} {SIZE} {cp}: each rank takes the same number of tokens")
     if p.sequence_parallel and m.seq_length % (cp * tp):
         by = f"--tensor-model-parallel-size {tp}"
         by = f"{SIZE} {cp} x {by} = {cp * tp}" if cp > 1 else by
@@ -86,7 +86,7 @@ def _heads(config: Config, ranks: int) -> None:
     if groups % ranks and ranks % groups:
         raise UsageError(
             f"--num-query-groups {m.num_query_groups}{over} = {groups} and {by}: {COMM} a2a "
-            "needs the one to be a multiple of the other"
+            "needs one of them to be a multiple of the other"
         )
 
 
@@ -100,7 +100,7 @@ def context_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     elif min(cp, dp) > 1 and p.rank_order.index("dp") < p.rank_order.index("cp"):
         yield (
             f"{RANKS} {p.rank_order}: gradients are summed over dp and cp in the order of the "
-            "ranks, so the bits are not those of an order with cp before dp"
+            "ranks, so the bits differ from those of an order with cp before dp"
         )
 
 
@@ -110,9 +110,9 @@ def check_overlap(config: Config) -> None:
     flag, pp = f"--tp-comm-overlap {p.tp_comm_overlap}", p.pipeline_model_parallel_size
     if p.tp_comm_overlap == "symmetric" and pp > 1 and not on_cpu(config):
         raise UsageError(
-            f"{flag} with --pipeline-model-parallel-size {pp} needs --device cpu: on a GPU a "
-            "kernel that waits for a peer's rows may hold the SMs of a message that the peer waits "
-            "for; none, ring and auto, which then chooses between these two, go with a pipeline"
+            f"{flag} with --pipeline-model-parallel-size {pp} needs --device cpu: on a GPU it can "
+            "deadlock, as a kernel that waits for a peer's rows may hold the SMs that a pipeline "
+            "message to that peer needs; use none, ring or auto (which then takes one of these two)"
         )
 
 
@@ -142,18 +142,17 @@ def check_zero(config: Config) -> None:
     level = f"--zero-stage {p.zero}"
     if p.zero_reduce_each_microbatch and p.zero < 2:
         raise UsageError(
-            f"{EACH} needs --zero-stage 2 or 3: at {level} unsharded gradients stay on every rank"
+            f"{EACH} needs --zero-stage 2 or 3: at {level} every rank keeps all gradients"
         )
     copies, ranks = p.num_distributed_optimizer_instances, p.gradient_ranks
     if ranks % copies:
         raise UsageError(
-            f"{INSTANCES} {copies} does not divide the {ranks} {sharers(config)} into groups of "
-            "one size"
+            f"{INSTANCES} {copies} does not divide the {ranks} {sharers(config)} into equal groups"
         )
     if copies > 1 and not p.zero:
         raise UsageError(
             f"{INSTANCES} {copies} needs --use-distributed-optimizer or --zero-stage: at {level} "
-            "every rank has all of the optimizer"
+            "every rank has the whole optimizer state"
         )
     if p.main_grads_dtype == "bf16":
         if dtype != torch.bfloat16:
@@ -203,7 +202,7 @@ def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     if p.optimizer_cpu_offload and on_cpu(config):
         yield f"{OFFLOAD} {idle} with --device cpu: the optimizer's state is in host memory already"
     if p.optimizer_state_offload and on_cpu(config):
-        yield f"{STATES} with --device cpu copies state within host memory and saves none of it"
+        yield f"{STATES} with --device cpu copies the state within host memory and saves no memory"
 
 
 def on_cpu(config: Config) -> bool:

@@ -96,11 +96,11 @@ def _refuse_bytes(word: str) -> NoReturn:
         read = word.encode(errors="surrogateescape").decode()
     except UnicodeError:
         raise UsageError(
-            f"{word!a} is not UTF-8, in which a checkpoint keeps the command line"
+            f"{word!a} is not UTF-8, which it must be to be saved in checkpoints"
         ) from None
     raise UsageError(
-        f"{read!a} is UTF-8, in which a checkpoint keeps the command line, but Python reads it as "
-        f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1"
+        f"{read!a} is UTF-8, but Python reads it as {sys.getfilesystemencoding()}, so it cannot be "
+        "saved in checkpoints: set PYTHONUTF8=1"
     )
 
 

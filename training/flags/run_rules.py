@@ -209,7 +209,7 @@ def _data(config: Config) -> None:
             "ends a document"
         )
     if d.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
-        raise UsageError("--vocab-size is missing: NullTokenizer has no file that says it")
+        raise UsageError("--vocab-size is missing: NullTokenizer has no file to read it from")
     if d.tokenizer_type not in (None, "NullTokenizer"):
         flag = "--vocab-file" if d.tokenizer_type == "GPT2BPETokenizer" else "--tokenizer-model"
         if d.tokenizer_model is None:
@@ -245,7 +245,7 @@ def _validation(d: DataConfig) -> None:
 def _unweighted(who: str, flag: str, paths: tuple[str, ...]) -> None:
     if paths and parse_blend(paths, flag)[1] is not None:
         raise UsageError(
-            f"{who} takes no weights, as each set is read by itself: give {flag} prefixes alone"
+            f"{who} takes no weights, as it reads each set separately: give {flag} prefixes alone"
         )
 
 
@@ -351,15 +351,15 @@ def _checkpoints(c: CheckpointConfig) -> None:
     for flag, path in sources.items():
         if path and os.path.realpath(path) == os.path.realpath(c.save_hf):
             raise UsageError(
-                f"--save-hf {c.save_hf} is the folder of {flag} {path}, and folders have the same "
-                "names in both: give a folder of its own"
+                f"--save-hf {c.save_hf} is also the directory of {flag} {path}, where its folders "
+                "would have the names of checkpoints: give another directory"
             )
     refuse_to_save(Path(c.save_hf), "--save-hf")
     root = Path(os.path.realpath(c.save_hf))
     for name in sorted(os.listdir(root)) if root.is_dir() else ():
         if STEP.fullmatch(name) and (root / name / MANIFEST).is_file():
             raise UsageError(
-                f"--save-hf {c.save_hf} holds checkpoints ({name}): give a folder of its own"
+                f"--save-hf {c.save_hf} holds checkpoints ({name}): give another directory"
             )
 
 

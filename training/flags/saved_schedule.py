@@ -44,14 +44,14 @@ def _taken(given: Mapping[str, Any], saved: Mapping[str, Any], directory: Path) 
     unit = "iters" if saved["batch.train_iters"] is not None else "samples"
     if f"--train-{unit}" not in given:
         raise UsageError(
-            f"{FLAG}: {directory} was made with --train-{unit}, in which its schedule "
-            "counts; give that flag"
+            f"{FLAG}: {directory} was saved by a run with --train-{unit}, so its schedule counts "
+            f"{unit}: give --train-{unit}"
         )
     size = saved["batch.global_batch_size"]
     if unit == "iters" and given.get("--global-batch-size", size) != size:
         raise UsageError(
-            f"{FLAG}: {directory} counts its schedule in steps of {size} samples, and "
-            f"--global-batch-size is {given['--global-batch-size']}"
+            f"{FLAG}: {directory} counts its schedule in steps of {size} samples: "
+            f"--global-batch-size is {given['--global-batch-size']} and must be {size}"
         )
     taken = {name: saved[f"optimizer.{name}"] for name in TAKEN}
     taken[f"lr_warmup_{unit}"] = saved[f"optimizer.lr_warmup_{unit}"]

@@ -27,9 +27,8 @@ def check(config: Config) -> None:
         )
     if m.use_mup and not m.mup_base_hidden_size:
         raise UsageError(
-            "--use-mup needs --mup-base-hidden-size, the hidden size at which the learning rate "
-            f"was searched; for that model itself it is --hidden-size {m.hidden_size}, which "
-            "Megatron-LM takes where the flag is left out"
+            "--use-mup needs --mup-base-hidden-size, the hidden size of the model whose learning "
+            f"rate was searched; if this is that model, give {m.hidden_size}, Megatron-LM's default"
         )
     if m.seq_length > m.max_position_embeddings:
         raise UsageError(
@@ -69,13 +68,13 @@ def mup_notes(config: Config) -> list[str]:
     lines = [f"muP: the width is {times} x that of --mup-base-hidden-size {m.mup_base_hidden_size}"]
     if o.optimizer == "muon" and o.muon_scale_mode == "spectral":
         lines.append(
-            "--use-mup with --muon-scale-mode spectral: the update of a matrix has a size of its "
-            "own, which does not carry over between widths; take unit_rms_norm"
+            "--use-mup with --muon-scale-mode spectral: the best learning rate of one width does "
+            "not carry over to another; use --muon-scale-mode unit_rms_norm"
         )
     if o.decoupled_lr is not None:
         lines.append(
-            "--use-mup with --decoupled-lr: that is the rate of the embedding and the output layer "
-            "at every width"
+            "--use-mup with --decoupled-lr: --decoupled-lr is the learning rate of the embedding "
+            "and the output layer at every width"
         )
     return lines
 
@@ -92,7 +91,7 @@ def check_cut(config: Config) -> None:
     heads, k = m.num_attention_heads, m.num_query_groups
     divides(f"--num-attention-heads {heads}", heads % t, tp, f"{why} query heads")
     if k >= t:
-        sharing = f"{why} key/value heads, or as many ranks share each of them"
+        sharing = f"{why} key/value heads, or the same number of ranks shares each of them"
         divides(groups, k % t, tp, sharing)
     else:
         divides(tp, t % k, groups, "each key/value head is shared by the same number of ranks")
@@ -114,7 +113,7 @@ def check_micro_batch(config: Config) -> None:
     b, s = config.batch.micro_batch_size, config.model.seq_length
     if b * s > TOKENS:
         raise UsageError(
-            f"--micro-batch-size {b} x --seq-length {s} is more than {TOKENS} tokens at a time"
+            f"--micro-batch-size {b} x --seq-length {s} = {b * s} tokens: must be at most {TOKENS}"
         )
 
 
@@ -133,8 +132,8 @@ def check_batch(config: Config) -> None:
         p = config.parallel.pipeline_model_parallel_size * config.parallel.virtual_stages
         if (passes := size // (batch.micro_batch_size * dp) * p) > PASSES:
             raise UsageError(
-                f"{flag} {size} is {passes} forwards of a stage in one step, and at most {PASSES} "
-                "can be put in order: take a larger --micro-batch-size"
+                f"{flag} {size} is {passes} forwards of pipeline stages in one step, and at most "
+                f"{PASSES} can be scheduled: use a larger --micro-batch-size"
             )
     if batch_size.total_iterations(config) < 1:
         raise UsageError(

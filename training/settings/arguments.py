@@ -113,7 +113,7 @@ class ModelConfig:
         integer(1, 2_147_483_647),
         off="1",
     )
-    norm_epsilon: float = setting(1e-5, "added under RMSNorm's root", rule=POSITIVE)
+    norm_epsilon: float = setting(1e-5, "added to the mean square of RMSNorm", rule=POSITIVE)
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", rule=POSITIVE)
     use_rope_scaling: bool = setting(False, "scale the rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = setting(
@@ -132,7 +132,7 @@ class ModelConfig:
     )
     position_embedding_type: str = setting(
         "rope",
-        "positions are rotary; yarn stretches them to more positions than the model was trained at",
+        "rotary positions; yarn extends them to more positions than the model was trained with",
         rule=one_of("rope", "yarn"),
         added=True,
         stops=(
@@ -144,23 +144,24 @@ class ModelConfig:
         ),
     )
     rotary_scaling_factor: float = setting(
-        1.0, "how many times as many positions YaRN makes of its original ones", "ratio",
+        1.0, "factor by which YaRN extends the number of positions", "ratio",
         real(1), **YARN,
     )  # fmt: skip
     yarn_original_max_position_embeddings: int = setting(
-        4096, "positions that the model was trained at before YaRN", "tokens",
+        4096, "positions that the model was trained with before YaRN", "tokens",
         integer(1, 1_099_511_627_776), **YARN,
     )  # fmt: skip
     yarn_beta_fast: float = setting(
-        32.0, "YaRN keeps a frequency that turns more often within its original positions", "turns",
-        POSITIVE, **YARN,
+        32.0, "YaRN keeps frequencies with more turns than this over the original positions",
+        "turns", POSITIVE, **YARN,
     )  # fmt: skip
     yarn_beta_slow: float = setting(
-        1.0, "YaRN divides a frequency that turns less often by its factor", "turns",
+        1.0, "YaRN divides frequencies with fewer turns than this by its factor", "turns",
         POSITIVE, **YARN,
     )  # fmt: skip
     no_yarn_correction_range_round_to_int: bool = setting(
-        False, "do not round the ends of the range between them to whole frequencies",
+        False, "do not round the bounds that --yarn-beta-fast and --yarn-beta-slow give to whole "
+        "frequency indices",
         **YARN,
     )  # fmt: skip
     mscale: float = setting(
@@ -187,29 +188,29 @@ class ModelConfig:
     )
     mup_base_hidden_size: int = setting(
         0,
-        "hidden size at which muP changes nothing but attention: of the model whose learning rate "
-        "was searched",
+        "hidden size of the model whose learning rate was searched; at this size muP changes "
+        "attention only",
         "channels",
         integer(0, 1_048_576),
         "--use-mup",
         added=True,
     )
     mup_embedding_mult: float = setting(
-        1.0, "what the embedding's output is multiplied by", "ratio", POSITIVE, "--use-mup",
+        1.0, "factor of the embedding's output", "ratio", POSITIVE, "--use-mup",
         added=True,
     )  # fmt: skip
     mup_output_mult: float = setting(
         1.0,
-        "what the logits are multiplied by",
+        "factor of the logits",
         "ratio",
         POSITIVE,
         "--use-mup",
-        derived="base hidden size / hidden size, also where 1 is given",
+        derived="base hidden size / hidden size, also if 1 is given",
         added=True,
     )
     mup_base_head_dim: float = setting(
         0.0,
-        "size of a head at the base width: there attention is the standard one",
+        "head size at the base width, at which attention has its standard scale",
         "channels",
         real(),
         "--use-mup",
@@ -262,11 +263,11 @@ EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts: its sizes, its router, and what balances it."""
+    """A mixture of experts: its sizes, its router and its load balancing."""
 
     num_experts: int = setting(
         0,
-        "experts of a layer, E; the model is model/moe.py: a Mixtral, with --qk-layernorm a "
+        "experts of a layer, E; the model is then model/moe.py: Mixtral, or with --qk-layernorm "
         "Qwen3-MoE",
         "experts",
         integer(0, 16384),
@@ -301,7 +302,7 @@ class MoEConfig:
     )
     moe_layer_freq: Any = setting(
         1,
-        "every how many-th layer has experts, or a list of 1 and 0 for each layer",
+        "N: every N-th layer has experts; or a list with 1 (experts) or 0 (dense) for each layer",
         "layers",
         PATTERN,
         EXPERTS,
@@ -309,22 +310,22 @@ class MoEConfig:
     )
     moe_router_pre_softmax: bool = setting(
         False,
-        "weights are the chosen part of a softmax over all experts; without it a softmax over the "
-        "chosen ones",
+        "take the weights of the chosen experts from a softmax over all experts; without it, from "
+        "a softmax over the chosen ones",
         needs=EXPERTS,
         added=True,
     )
     moe_router_score_function: str = setting(
-        "softmax", "what turns logits into scores", "", one_of("softmax", "sigmoid"), EXPERTS,
-        added=True,
+        "softmax", "function that turns the router's logits into scores", "",
+        one_of("softmax", "sigmoid"), EXPERTS, added=True,
     )  # fmt: skip
     moe_router_topk_scaling_factor: float = setting(
         1.0, "factor of the experts' weights", "ratio", POSITIVE, EXPERTS, added=True
     )
     moe_router_enable_expert_bias: bool = setting(
         False,
-        "add a bias to sigmoid scores where experts are chosen; it follows from the tokens of each "
-        "expert in the global batch",
+        "choose experts by sigmoid score plus a bias, which each step adjusts by the tokens that "
+        "each expert got in the global batch",
         needs=EXPERTS,
         added=True,
         stops=(
@@ -338,7 +339,8 @@ class MoEConfig:
     )
     moe_router_bias_update_rate: float = setting(
         1e-3,
-        "what an expert's bias moves by in a step: up, where it had fewer tokens than the mean",
+        "change of an expert's bias in a step: up if it got fewer tokens than the mean, down if "
+        "more",
         "score",
         real(),
         "--moe-router-enable-expert-bias",
@@ -346,7 +348,8 @@ class MoEConfig:
     )
     moe_router_num_groups: int = setting(
         0,
-        "cut the experts into this many groups, of which a token chooses --moe-router-group-topk",
+        "divide the experts into this many groups; the experts of a token come from "
+        "--moe-router-group-topk of them",
         "groups",
         integer(0, 16384),
         EXPERTS,
@@ -355,7 +358,7 @@ class MoEConfig:
     )
     moe_router_group_topk: int = setting(
         0,
-        "groups from which a token chooses experts, by the sums of their best scores",
+        "groups that the experts of a token come from: those with the largest sums of best scores",
         "groups",
         integer(0, 16384),
         "--moe-router-num-groups",
@@ -373,28 +376,32 @@ class MoEConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
-        "losses that balance experts: of each sequence (seq_aux_loss), or of the global batch with "
-        "the tokens of each expert in the step before (lagged_global_aux_loss), both the same on "
-        "every layout; or of a micro-batch (aux_loss), which depends on --micro-batch-size",
+        "load-balancing losses: over a micro-batch (aux_loss), which depends on "
+        "--micro-batch-size; or, the same on every layout, over each sequence (seq_aux_loss) or "
+        "over the global batch with the token counts of the previous step "
+        "(lagged_global_aux_loss)",
         "names",
         one_of("none", "aux_loss", "seq_aux_loss", "lagged_global_aux_loss", several=True),
         EXPERTS,
         added=True,
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,), "factor of each of them", "ratios", REALS, EXPERTS, added=True
+        (0.0,), "factor of each load-balancing loss", "ratios", REALS, EXPERTS, added=True
     )
     moe_z_loss_coeff: float = setting(
         0.0, "factor of the mean square of the router's logsumexp", "ratio", real(),
         EXPERTS, added=True,
     )  # fmt: skip
     moe_router_force_load_balancing: bool = setting(
-        False, "give every expert as many tokens, for a measurement", needs=EXPERTS, added=True
+        False,
+        "send every expert the same number of tokens, to measure speed",
+        needs=EXPERTS,
+        added=True,
     )
     moe_expert_capacity_factor: float = setting(
         0.0,
-        "an expert takes at most this times the mean number of pairs (token, choice) of a rank's "
-        "tokens of a micro-batch; pairs beyond it are dropped",
+        "capacity of an expert: this times the mean number of (token, choice) pairs per expert, of "
+        "a rank's tokens in a micro-batch; pairs beyond it are dropped",
         "ratio",
         real(),
         EXPERTS,
@@ -403,14 +410,15 @@ class MoEConfig:
     )
     moe_pad_expert_input_to_capacity: bool = setting(
         False,
-        "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
+        "pad the input of every expert to its capacity with zeros, so that sizes are known without "
+        "waiting for the device",
         needs="--moe-expert-capacity-factor",
         added=True,
         reported=False,
     )
     moe_per_layer_logging: bool = setting(
         False,
-        "log each layer's load and router's losses, and with --log-json the tokens of each expert",
+        "log each layer's load and router losses, and with --log-json the tokens of each expert",
         needs=EXPERTS,
         added=True,
         changes_numbers=False,
@@ -446,7 +454,8 @@ class Layout:
     )
     expert_model_parallel_size: int = setting(
         1,
-        "split the experts over this many neighbours among a stage's tp x cp x dp ranks, ep",
+        "divide the experts over this many neighbouring ranks of a pipeline stage's tp x cp x dp "
+        "ranks, ep",
         "ranks",
         integer(1),
         EXPERTS,
@@ -462,7 +471,7 @@ class Layout:
     )
     expert_tensor_parallel_size: int = setting(
         0,
-        "ranks over which one expert is split: 1, as experts are not split",
+        "ranks over which one expert is split: only 1 is available",
         "ranks",
         integer(1),
         EXPERTS,
@@ -471,16 +480,16 @@ class Layout:
     )
     context_parallel_size: int = setting(
         1,
-        "cut every sample along the sequence over this many ranks, in all layers; attention "
-        "exchanges keys and values, c",
+        "cut every sample along the sequence over this many ranks, c, in all layers; attention "
+        "exchanges keys and values",
         "ranks",
         integer(1),
         off="1",
     )
     cp_comm_type: str = setting(
         "p2p",
-        "how attention's keys and values reach the ranks of --context-parallel-size: round a "
-        "ring, gathered, or by heads (a2a)",
+        "how attention exchanges keys and values over the ranks of --context-parallel-size: round "
+        "a ring (p2p), gathered (all_gather), or an all-to-all of heads (a2a)",
         rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p between nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
@@ -488,7 +497,7 @@ class Layout:
     )
     rank_order: str = setting(
         "-".join(ORDER),
-        "count the ranks along the axes in this order: neighbouring ranks share a node",
+        "number the ranks along the axes in this order; neighbouring ranks share a node",
         "axes, the fastest first",
         Order(names=ORDER),
         ours=True,
@@ -497,7 +506,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a pipeline's stages hold, and in which order they compute."""
+    """The stages of a pipeline, and the schedule of its micro-batches."""
 
     pipeline_schedule: str | None = setting(
         None,
@@ -517,7 +526,7 @@ class Pipeline:
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None,
-        "run this many through one of a rank's stages before the next of its stages (interleaved)",
+        "micro-batches run through one stage of a rank before its next stage (interleaved)",
         "micro-batches",
         integer(1),
         derived="p",
@@ -532,8 +541,8 @@ class Pipeline:
     )
     defer_embedding_wgrad_compute: bool = setting(
         False,
-        "compute the output layer's weight gradients when its pipeline rank has nothing else "
-        "left to do; the memory they wait in grows with the micro-batches",
+        "compute the output layer's weight gradients after all other backwards of its pipeline "
+        "rank; the memory for this grows with the number of micro-batches",
     )
 
 
@@ -569,15 +578,16 @@ class Zero:
         integer(1),
         off="1",
     )
-    overlap_grad_reduce: bool = setting(False, "reduce a gradient bucket while backward goes on")
+    overlap_grad_reduce: bool = setting(False, "reduce gradient buckets during backward")
     overlap_param_gather: bool = setting(
         False,
         "gather weights while the ranks compute: updated weights during the next forward; at "
-        "--zero-stage 3 prefetch one block",
+        "--zero-stage 3, prefetch one block",
     )
     ddp_bucket_size: int | None = setting(
         None,
-        "gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block",
+        "size of a bucket, the gradients that one collective reduces; at --zero-stage 3 a bucket "
+        "is a transformer block",
         "elements",
         integer(1, lacking=(("auto", "sizes are no longer measured: leave the flag out"),)),
         derived="an eighth of the gradients, 2e6 to 40e6",
@@ -629,8 +639,9 @@ class Zero:
     )
     optimizer_state_offload: bool = setting(
         False,
-        "keep the optimizer's masters and moments in host memory between steps: they come to the "
-        "device under the end of backward, are updated there, and go back under the next forward",
+        "keep the optimizer's masters and moments in host memory between steps: copy them to the "
+        "device during the end of backward, update them there, and copy them back during the next "
+        "forward",
         off="left out, on the device",
         ours=True,
     )
@@ -638,11 +649,11 @@ class Zero:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activations that backward computes again instead of keeping (docs/memory.md)."""
+    """Activations that backward recomputes instead of keeping (docs/memory.md)."""
 
     recompute_granularity: str | None = setting(
         None,
-        "run again in backward, to save memory: core attention (selective) or whole layers (full)",
+        "recompute in backward, to save memory: core attention (selective) or whole layers (full)",
         rule=one_of("selective", "full"),
         off="left out, keep activations",
     )
@@ -686,14 +697,14 @@ class Kernels:
         None,
         "where the run computes",
         rule=one_of("cpu", "cuda"),
-        derived="cuda where there is one",
+        derived="cuda if there is one",
         ours=True,
     )
     attention_backend: str = setting(
         "auto",
-        "kernels of attention: flash is FlashAttention (3 where its package is installed), "
-        "fused cuDNN's, unfused matrix products, local csrc/attention.h on a CPU, te (ours) "
-        "Transformer Engine's DotProductAttention; auto takes what torch chooses",
+        "kernels of attention: flash (FlashAttention; 3 if its package is installed), fused "
+        "(cuDNN), unfused (matrix products), local (csrc/attention.h on a CPU), te (ours: "
+        "Transformer Engine's DotProductAttention), or auto, which lets torch choose",
         rule=one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
         off="auto",
         stops=(
@@ -752,8 +763,8 @@ class Kernels:
     )
     fused_linear_cross_entropy: bool = setting(
         False,
-        "multiply by the output layer and take the loss in chunks of the vocabulary: whole "
-        "logits never exist; its product is computed again in backward",
+        "compute the output layer and the loss together, in chunks of the vocabulary, so that the "
+        "logits are never stored whole; backward recomputes them",
         ours=True,
     )
 
@@ -797,15 +808,15 @@ class Communication:
     moe_token_dispatcher_type: str = setting(
         "allgather",
         "how tokens reach their experts: allgather (all tokens to all ranks of ep), alltoall (each "
-        "to its experts' ranks) or auto, the one that sends fewer bytes",
+        "token to its experts' ranks), or auto, the one that sends fewer bytes",
         "",
         one_of("allgather", "alltoall", "auto"),
         "--num-experts",
     )
     overlap_moe_expert_parallel_comm: bool = setting(
         False,
-        "run the forward of one micro-batch during the backward of another, so that the exchange "
-        "of rows between experts of one is hidden by what the other computes",
+        "run the forward of one micro-batch together with the backward of another, so that the "
+        "expert all-to-all of each overlaps the computation of the other",
         off="left out, one after the other",
         stops=(
             Stop(
@@ -830,7 +841,7 @@ class Communication:
                 "--overlap-moe-expert-parallel-comm & --cpu-offload-activations",
                 "",
                 "--overlap-moe-expert-parallel-comm is not available with "
-                "--cpu-offload-activations: its copies are timed for one micro-batch at a "
+                "--cpu-offload-activations, whose copies are timed for one micro-batch at a "
                 "time",
             ),
         ),
@@ -964,7 +975,7 @@ class OptimizerConfig:
 
     optimizer: str = setting(  # a key of training.settings.update_rules.RULES
         "adam",
-        "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
+        "optimizer: adam is AdamW; muon is Muon for matrices and AdamW for the rest",
         rule=one_of("adam", "muon", other=(("dist_muon", "muon"),), lacking=OPTIMIZERS_ELSEWHERE),
         added=True,
     )
@@ -999,10 +1010,10 @@ class OptimizerConfig:
         needs_value="WSD",
     )
     lr_decay_iters: int | None = setting(
-        None, "where the decay ends", "steps", integer(1), derived="--train-iters"
+        None, "step at which the decay ends", "steps", integer(1), derived="--train-iters"
     )
     lr_decay_samples: int | None = setting(
-        None, "where the decay ends", "samples", integer(1), derived="--train-samples"
+        None, "sample at which the decay ends", "samples", integer(1), derived="--train-samples"
     )
     lr_wsd_decay_iters: int | None = setting(
         None,
@@ -1033,12 +1044,12 @@ class OptimizerConfig:
         0.0, "learning rate at the start of the warm-up", "per step", real(), off="0"
     )
     weight_decay: float = setting(
-        0.01, "AdamW's decay, of matrices only, not of norms", "per step, times lr", real(), off="0"
+        0.01, "decay of matrices; vectors have none", "per step, times lr", real(), off="0"
     )
     param_group: tuple[str, ...] = setting(
         (),
-        "what is different for parameters with names that fit a pattern (fnmatch; the model's name "
-        "or Hugging Face's): 'embedding.*' 'layers.0.*' frozen; '*norm*' lr-mult=0.1 wd-mult=0 "
+        "settings of the parameters whose names match a pattern (fnmatch; the model's name or "
+        "Hugging Face's): 'embedding.*' 'layers.0.*' frozen; '*norm*' lr-mult=0.1 wd-mult=0 "
         "multiplies their learning rate and weight decay; may be repeated, and the last one counts",
         rule=PARAM_GROUP,
         ours=True,
@@ -1051,14 +1062,14 @@ class OptimizerConfig:
         0.9, "Muon's momentum: the average keeps this share", rule=FRACTION, **MUON
     )
     muon_use_nesterov: bool = setting(
-        False, "Muon's momentum looks a step ahead", **MUON
+        False, "use Nesterov momentum in Muon", **MUON
     )
     muon_num_ns_steps: int = setting(
         5, "Newton-Schulz iterations of a matrix", "steps", integer(1, 99), **MUON
     )
     muon_coefficient_type: str = setting(
         "quintic",
-        "coefficients of these iterations",
+        "coefficients of the Newton-Schulz iterations",
         rule=one_of(*"simple quintic polar_express cans aol cubic5 deepseekv4".split()),
         **MUON,
         stops=(
@@ -1072,50 +1083,51 @@ class OptimizerConfig:
     )
     muon_scale_mode: str = setting(
         "spectral",
-        "scale of an update with o outputs and i inputs: sqrt(max(o, i)), sqrt(o / i), "
-        "or sqrt(max(1, o / i))",
+        "scale of the update of a matrix with o outputs and i inputs: sqrt(max(o, i)), "
+        "sqrt(o / i), or sqrt(max(1, o / i))",
         rule=one_of("spectral", "unit_rms_norm", "shape_scaling"),
         **MUON,
     )
     muon_extra_scale_factor: float = setting(
-        1.0, "another factor of an update", rule=POSITIVE, **MUON
+        1.0, "extra factor of Muon's updates", rule=POSITIVE, **MUON
     )
     muon_no_split_qkv: bool = setting(
-        False, "take queries, keys and values of a layer as one matrix", **MUON
+        False, "update the queries, keys and values of a layer as one matrix", **MUON
     )
     muon_no_split_gate_up: bool = setting(
         False,
-        "take gate and up of an MLP as one matrix, as Megatron-LM does",
+        "update gate and up of an MLP as one matrix, as Megatron-LM does",
         ours=True,
         **MUON,
     )
     muon_fp32_matmul_prec: str = setting(
         "medium",
-        "precision of these iterations: medium is bf16, high and highest are fp32",
+        "precision of the Newton-Schulz iterations: medium is bf16, high and highest are fp32",
         rule=one_of("medium", "high", "highest", lacking=(("low", "torch has no such precision"),)),
         **MUON,
     )
     qk_clip: bool = setting(
         False,
-        "multiply the rows of W_q and W_k of a key/value group whose largest attention logit is "
-        "above --qk-clip-threshold, after each update (MuonClip)",
+        "after each update, scale down the rows of W_q and W_k of each key/value group whose "
+        "largest attention logit is above --qk-clip-threshold (MuonClip)",
         added=True,
     )
     qk_clip_alpha: float = setting(
         0.5,
-        "the queries' share: of eta = threshold / largest logit W_q takes eta^alpha, W_k the rest",
+        "share of W_q: W_q is multiplied by eta^alpha and W_k by eta^(1 - alpha), eta = threshold "
+        "/ largest logit",
         "power",
         FRACTION,
         needs="--qk-clip",
         added=True,
     )
     qk_clip_threshold: float = setting(
-        100.0, "largest attention logit that is left as it is", "logit", POSITIVE, "--qk-clip",
+        100.0, "attention logit above which --qk-clip scales", "logit", POSITIVE, "--qk-clip",
         added=True,
     )  # fmt: skip
     output_z_loss_coeff: float = setting(
         0.0,
-        "add this times the square of each token's log of the sum of exp(logits) to the loss",
+        "z-loss: add this times the square of each token's logsumexp of the logits to the loss",
         "ratio",
         real(0, 0.1),
         off="0",
@@ -1148,8 +1160,8 @@ class DataConfig:
     )
     data_stages: str | None = setting(
         None,
-        "JSON file of the run's stages: which data sets are mixed from which token on, at which "
-        "sequence length; in place of --train-data-path",
+        "JSON file of the run's stages, in place of --train-data-path: for each stage its first "
+        "token, its data sets with weights, and its sequence length",
         "file",
         FILE,
         ours=True,
@@ -1182,7 +1194,7 @@ class DataConfig:
     )
     multiple_validation_sets: bool = setting(
         False,
-        "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
+        "evaluate each prefix of --valid-data-path separately, with its own loss",
         changes_numbers=False,
         reported=True,
         stops=(
@@ -1195,7 +1207,7 @@ class DataConfig:
     )
     full_validation: bool = setting(
         False,
-        "evaluate on each token of validation once, not on --eval-iters batches",
+        "evaluate on all validation tokens, each once, instead of on --eval-iters batches",
         changes_numbers=False,
         reported=True,
         stops=(
@@ -1246,7 +1258,7 @@ class DataConfig:
     )
     data_timeout: float = setting(
         300.0,
-        "stop a run whose data is not read after this time, and name file and byte",
+        "stop the run if a read of its data takes longer than this, and name the file and byte",
         "seconds",
         real(),
         off="0",
@@ -1295,14 +1307,15 @@ class CheckpointConfig:
     )
     pretrained_checkpoint: str | None = setting(
         None,
-        "start from these weights (Weft's or Hugging Face's) while --load holds no checkpoint",
+        "start from these weights (Weft's or Hugging Face's) if --load holds no checkpoint",
         "directory",
         DIRECTORY,
     )
     branch_from: str | None = setting(
         None,
-        "continue that run's weights, optimizer and samples while --load holds no checkpoint; that "
-        "run is not changed, and each checkpoint of --save says where it branched off",
+        "if --load holds no checkpoint, continue the run in this directory, with its weights, "
+        "optimizer and samples; that run is not changed, and each checkpoint of --save records "
+        "where it branched off",
         "directory",
         DIRECTORY,
         needs="--save",
@@ -1312,8 +1325,8 @@ class CheckpointConfig:
             Stop(
                 "--branch-from & --finetune",
                 "",
-                "--branch-from {0} and --finetune exclude each other: a branch continues with"
-                " optimizer and samples",
+                "--branch-from {0} and --finetune exclude each other: a branch continues the"
+                " optimizer and the samples of its run",
             ),
         ),
     )
@@ -1327,7 +1340,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = setting(
         None,
-        "after a complete save, delete older checkpoints whose step is no multiple of this",
+        "after a complete save, delete older checkpoints whose step is not a multiple of this",
         "steps",
         integer(1),
         off="left out, keep every one",
@@ -1371,7 +1384,8 @@ class CheckpointConfig:
     )
     save_hf: str | None = setting(
         None,
-        "after each save write its weights there as a Hugging Face folder, in the background",
+        "after each save, also write the weights to a Hugging Face folder in this directory, in "
+        "the background",
         "directory",
         DIRECTORY,
         needs="--save",
@@ -1379,7 +1393,7 @@ class CheckpointConfig:
     )
     save_hf_dtype: str = setting(
         "bfloat16",
-        "dtype of these weights",
+        "dtype of the weights of --save-hf",
         rule=one_of("bfloat16", "float16", "float32"),
         needs="--save-hf",
         ours=True,
@@ -1433,8 +1447,8 @@ class CheckpointConfig:
     )
     allow_change: tuple[str, ...] = setting(
         (),
-        "load although these differ from the checkpoint's; data includes the sequence length, "
-        "rope is base and scaling of rotary positions",
+        "load a checkpoint although these differ from the run's; data includes the sequence "
+        "length, rope is the base and the scaling of rotary positions",
         ", ".join(CHANGES),
         TEXTS,
         needs=("--load", "--pretrained-checkpoint"),
@@ -1445,8 +1459,8 @@ class CheckpointConfig:
     )
     trust_owner: tuple[str, ...] = setting(
         (),
-        "read checkpoints and data caches of these users too, where they are, not "
-        "this user's and root's alone",
+        "also read checkpoints and data caches that belong to these users, not only those of this "
+        "user and root",
         "names or numbers of users",
         TEXTS,
         ours=True,
@@ -1466,12 +1480,12 @@ class LogConfig:
     )
     wandb_project: str | None = setting(None, "report to this project of Weights & Biases", "name")
     wandb_exp_name: str | None = setting(
-        None, "name of the run there", "name", derived="W&B's own", needs="--wandb-project"
+        None, "name of the run in W&B", "name", derived="W&B's own", needs="--wandb-project"
     )
     log_digests: int | None = setting(
         None,
-        "every N steps write digests of the batch and of each tensor's gradient and weight, by "
-        "which tools/bisect_runs.py finds the first step that differs",
+        "every N steps write digests of the batch and of each tensor's gradient and weight; "
+        "tools/bisect_runs.py finds in them the first step at which two runs differ",
         "steps",
         integer(1),
         ours=True,
@@ -1519,12 +1533,12 @@ class LogConfig:
     )
     record_memory_history: bool = setting(
         False,
-        "record what CUDA's allocator does, and write it at the end of the run or when it "
+        "record the history of CUDA's allocator, and write it at the end of the run or when it "
         "fails, for pytorch.org/memory_viz",
     )
     memory_snapshot_path: str | None = setting(
         None,
-        "where --record-memory-history writes; each rank puts its number before the ending",
+        "file of --record-memory-history; each rank inserts its number before the extension",
         "file",
         FILE,
         off="left out, memory_rank0.pickle next to the profile",
@@ -1542,7 +1556,7 @@ class RunConfig:
     deterministic_mode: bool = setting(False, "refuse kernels whose results differ from run to run")
     allow_tf32: bool = setting(
         False,
-        "on CUDA, round the operands of fp32 products to TF32, of 10 bits; else fp32 is fp32",
+        "on CUDA, round the operands of fp32 matmuls to TF32 (10 bits of mantissa)",
         ours=True,
         reported=True,
     )
@@ -1566,7 +1580,7 @@ class RunConfig:
         ours=True,
     )
     skip_train: bool = setting(
-        False, "evaluate what --load holds, and end: nothing is trained and nothing is saved"
+        False, "evaluate the checkpoint of --load and end, without training or saving"
     )
     exit_interval: int | None = setting(
         None,
@@ -1589,8 +1603,8 @@ class RunConfig:
     )
     on_nan: str = setting(
         "stop",
-        "what to do where the gradient norm is not finite and the update was skipped: end the "
-        "run, continue, or go back to the last valid checkpoint and skip those samples",
+        "what to do after a step whose gradient norm is not finite, and whose update is skipped: "
+        "end the run, continue, or go back to the last valid checkpoint and skip those samples",
         rule=one_of("stop", "skip", "rewind"),
         ours=True,
         reported=True,
@@ -1618,14 +1632,14 @@ class RunConfig:
             Stop(
                 "--memory-picture",
                 "--dry-run",
-                "--memory-picture {0} needs --dry-run, which knows the memory",
+                "--memory-picture {0} needs --dry-run, which computes the memory that it draws",
             ),
         ),
     )
     ignore_flags: tuple[str, ...] = setting(
         (),
-        "ignore these flags of a fork of Megatron-LM, with the COUNT values after each; Weft and "
-        "Megatron-LM must not know them",
+        "ignore these flags of a fork of Megatron-LM, each with the COUNT values after it; flags "
+        "of Weft and of Megatron-LM are refused here",
         "NAME:COUNT ...",
         TEXTS,
         ours=True,
@@ -1634,24 +1648,26 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Float8Config:
-    """Which layers multiply in float8, and how they scale (docs/float8.md)."""
+    """Which layers compute in float8, and how they are scaled (docs/float8.md)."""
 
     fp8_format: str | None = setting(
         None,
-        "let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3",
+        "run the layers' matmuls in float8: e4m3, or hybrid, with gradients in e5m2 and the rest "
+        "in e4m3",
         rule=one_of("e4m3", "hybrid"),
     )
     fp8_recipe: str | None = setting(
         None,
-        "which numbers share a scale: a tensor's, a row's, 128 (128 x 128 of a weight), 32, or, "
-        "delayed, a tensor's, by its largest numbers in earlier steps",
+        "elements that share a scale: a tensor (tensorwise), a row (rowwise), 128, of a weight "
+        "128 x 128 (blockwise), or 32 (mxfp8); delayed scales a tensor by its amax (largest "
+        "magnitude) in earlier steps",
         f"one of {', '.join(RECIPES)}",
         derived="delayed",
         needs="--fp8-format",
     )
     fp8_amax_history_len: int = setting(
         1,
-        "steps whose largest numbers are stored",
+        "steps of which the amax is stored",
         "steps",
         integer(1),
         needs="--fp8-recipe",
@@ -1660,7 +1676,7 @@ class Float8Config:
     )
     fp8_amax_compute_algo: str = setting(
         "most_recent",
-        "which of these numbers gives the scale: the newest or the largest",
+        "which amax of the history gives the scale: the newest or the largest",
         rule=one_of("most_recent", "max"),
         needs="--fp8-recipe",
         needs_value="delayed",
@@ -1676,13 +1692,13 @@ class Float8Config:
     )
     no_fp8_weight_cache: bool = setting(
         False,
-        "convert weights to float8 for each micro-batch, which takes 2 bytes of each weight less",
-        off="left out, once a step, where ZeRO stage 3 does not shard them",
+        "convert weights to float8 again for each micro-batch, which saves 2 bytes per weight",
+        off="left out, once a step, unless ZeRO stage 3 shards them",
         needs="--fp8-format",
         ours=True,
     )
     first_last_layers_bf16: bool = setting(
-        False, "keep the first and last layers out of float8", needs="--fp8-format"
+        False, "keep the first and last layers in bf16", needs="--fp8-format"
     )
     num_layers_at_start_in_bf16: int = setting(
         1, "number of first layers in bf16", "layers", integer(), needs="--first-last-layers-bf16"
@@ -1698,8 +1714,8 @@ class GpuConfig:
 
     cpu_offload_activations: bool = setting(
         False,
-        "keep a layer's activations for backward in host memory, copied while layers compute: of "
-        "all layers of a stage but the last",
+        "keep activations for backward in host memory, of all layers of a stage but the last, "
+        "copied while layers compute",
         off="left out, keep activations on the device",
         ours=True,
     )
@@ -1720,7 +1736,8 @@ class GpuConfig:
                 "--offload-modules & --recompute-granularity full",
                 "",
                 "--offload-modules {0} with --recompute-granularity full: a recomputed layer "
-                "keeps its input alone, which belongs to no module of it",
+                "saves only its input, which belongs to none of its modules; leave out one of the "
+                "two",
             ),
         ),
     )
@@ -1742,7 +1759,7 @@ class GpuConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """How faults are noticed and answered (docs/reliability.md)."""
+    """How faults are detected and handled (docs/reliability.md)."""
 
     peer_timeout: float = setting(
         20.0,
@@ -1770,7 +1787,7 @@ class FaultConfig:
     )
     on_replica_mismatch: str = setting(
         "stop",
-        "what to do where replicas differ: end the run, or go back to the last valid checkpoint",
+        "what to do if replicas differ: end the run, or go back to the last valid checkpoint",
         rule=one_of("stop", "rewind"),
         needs="--check-replicas",
         ours=True,
@@ -1784,7 +1801,7 @@ class FaultConfig:
     )
     on_spike: str | None = setting(
         None,
-        "what to do after a step whose loss or gradient norm is far above those before: report it, "
+        "what to do after a step whose loss or gradient norm is far above recent steps: report it, "
         "end the run, or go back and skip its samples",
         rule=one_of("report", "stop", "rewind"),
         ours=True,
@@ -1799,7 +1816,7 @@ class FaultConfig:
     )
     spike_z_score: float = setting(
         10.0,
-        "how far above the recent steps a spike is",
+        "distance above the recent steps at which a step is a spike",
         "deviations from the median",
         POSITIVE,
         needs="--on-spike",
@@ -1807,7 +1824,7 @@ class FaultConfig:
     )
     iterations_to_skip: tuple[int, ...] = setting(
         (),
-        "count these iterations and their samples, and do not train on them",
+        "do not train on these iterations; they and their samples are still counted",
         "iterations, counted from 1",
         WHOLES,
         reported=True,
@@ -1815,7 +1832,7 @@ class FaultConfig:
     rerun_mode: str = setting(
         "validate_results",
         "after a gradient norm that is not finite, run the step again and name the first value "
-        "that is not",
+        "that is not finite",
         rule=one_of("disabled", "validate_results"),
     )
 
@@ -1852,14 +1869,14 @@ class RehearseConfig:
     rehearse_expert_skew: float = setting(
         1.0,
         "with --rehearse or --dry-run: rows that the first rank of each ep group gets for its "
-        "experts, over the mean; 1 is balanced",
+        "experts, divided by the mean; 1 is balanced",
         "ratio",
         POSITIVE,
         EXPERTS,
         ours=True,
     )
     rehearse_json: str | None = setting(
-        None, "write the findings", "file", FILE, REHEARSE, ours=True
+        None, "write the results of the rehearsal as JSON", "file", FILE, REHEARSE, ours=True
     )
     rehearse_trace: str | None = setting(
         None,
@@ -1897,16 +1914,17 @@ GROUPS: dict[str, tuple[Any, str]] = {
 OTHER_FLAGS: dict[str, dict[str, Setting]] = {
     "pipeline": {
         "num_layers_per_virtual_pipeline_stage": Setting(
-            "layers of a stage on average, which gives --num-virtual-stages-per-pipeline-rank; the "
-            "cut balances the ranks by cost",
+            "average number of layers in a stage, which gives "
+            "--num-virtual-stages-per-pipeline-rank; the layers are cut so that the ranks are "
+            "balanced by cost",
             "layers",
             integer(1, 1024),
         ),
     },
     "data": {
         "data_args_path": Setting(
-            "file that holds what --data-path would: a shard list, by lines or spaces, # begins a "
-            "remark",
+            "file with the value of --data-path: a list of shards separated by lines or spaces; # "
+            "starts a comment",
             "file",
             FILE,
         ),

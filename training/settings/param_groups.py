@@ -84,7 +84,7 @@ def read(text: str) -> ParamGroup:
             if found:
                 raise ValueError(
                     f"{word} comes after {[*found][-1].replace('trains', FROZEN)}: patterns come "
-                    f"before properties, and other parameters have a {FLAG} of their own"
+                    f"before properties; give other parameters in another {FLAG}"
                 )
             patterns.append(word)
             continue
@@ -92,10 +92,10 @@ def read(text: str) -> ParamGroup:
         if (equals and name not in (LR, WD)) or key == "trains" and equals:
             near = difflib.get_close_matches(name.replace("_", "-"), (LR, WD), 1, 0.8)
             meant = f"; did you mean {near[0]}={value}?" if near else ""
-            raise ValueError(f"{word} is no property: these are {PROPERTIES}{meant}")
+            raise ValueError(f"{word} is not a property: these are {PROPERTIES}{meant}")
         if key in found:
             raise ValueError(
-                f"{word}: the flag has {name if equals else 'frozen or trained'} twice"
+                f"{word}: {name if equals else 'frozen or trained'} is given twice"
             )
         try:
             found[key] = FACTOR.read(value) if equals else name == TRAINED
@@ -107,7 +107,7 @@ def read(text: str) -> ParamGroup:
         raise ValueError(f"there is no property: end with {PROPERTIES}")
     if found.get("trains") is False and len(found) > 1:
         other = next(key for key in found if key != "trains")
-        raise ValueError(f"{other} has no effect on what is frozen: leave it out")
+        raise ValueError(f"{other} has no effect on frozen parameters: leave it out")
     return ParamGroup(tuple(patterns), found.get("trains"), found.get(LR), found.get(WD))  # type: ignore[arg-type]
 
 
@@ -200,13 +200,13 @@ def _check_names(
         )
     starred = _starred(pattern)
     if others := [*filter(_matcher([starred]), every)] if starred != pattern else []:
-        there = f"{starred} does, and its last is {others[-1]}"
+        there = f"{starred} does, and the last of these is {others[-1]}"
     elif near := difflib.get_close_matches(starred, dict.fromkeys(map(_starred, every)), 3, 0.75):
         there = f"did you mean {' or '.join(near)}?"
     else:
         there = f"the parameters are {_some(params)}"
         there += f"; {other} is tied to one of them" if (other := _some(tied)) else ""
-    raise ValueError(f"{FLAG} {text}: {pattern} fits no parameter; {there}")
+    raise ValueError(f"{FLAG} {text}: {pattern} matches no parameter; {there}")
 
 
 def _starred(name: str) -> str:
@@ -238,21 +238,24 @@ def _check_effect(
     word = {"lr_mult": LR, "wd_mult": WD}.get(key, "it")
     if not chosen:
         raise ValueError(
-            f"{FLAG} {text}: {word} has no effect, as later ones say otherwise of all that it names"
+            f"{FLAG} {text}: {word} has no effect: later {FLAG} flags set something else for every "
+            "parameter that this one names"
         )
     if key == "trains":
         return
     if chosen.keys() <= frozen:
-        raise ValueError(f"{FLAG} {text}: {word} has no effect, as all that it names is frozen")
+        raise ValueError(
+            f"{FLAG} {text}: {word} has no effect: all parameters that it names are frozen"
+        )
     group = read(text)
     if key != "wd_mult" or group.wd_mult == 0 or group.wd_mult == 1:
         return
     if not weight_decay:
-        raise ValueError(f"{FLAG} {text}: {word} has no effect, as --weight-decay is 0")
+        raise ValueError(f"{FLAG} {text}: {word} has no effect: --weight-decay is 0")
     if not any(decays(group_of(p)) for name, p in chosen.items() if name not in frozen):
         raise ValueError(
-            f"{FLAG} {text}: {word} has no effect, as what it names has no weight decay: vectors "
-            "such as norms have none"
+            f"{FLAG} {text}: {word} has no effect: the parameters that it names have no weight "
+            "decay, as vectors such as norms have none"
         )
 
 

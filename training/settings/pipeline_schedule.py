@@ -106,7 +106,7 @@ def virtual_stages(given: dict[str, Any], num_layers: int) -> int | None:
             raise UsageError(f"{LAYOUT} {written}: {error}") from None
         if stages % p:
             raise UsageError(
-                f"{LAYOUT} {written}: stages must be a multiple of {SIZE} {p}; it has {stages}"
+                f"{LAYOUT} {written}: its {stages} stages are not a multiple of {SIZE} {p}"
             )
         stated = given.get(VIRTUAL, stages // p)
         if stated != stages // p:
@@ -142,7 +142,7 @@ def check(config: Config) -> None:
         raise UsageError(f"{source}: {v} virtual stages need a pipeline, {SIZE} of at least 2")
     if p.schedule == "interleaved" and v == 1:
         raise UsageError(
-            f"--pipeline-schedule interleaved needs {VIRTUAL} of at least 2, or another flag for v"
+            f"--pipeline-schedule interleaved needs virtual stages: give {VIRTUAL} of at least 2"
         )
     if p.defer_embedding_wgrad_compute and size == 1:
         raise UsageError(
@@ -152,8 +152,8 @@ def check(config: Config) -> None:
     chunks = v if p.schedule == "interleaved" else CHUNKS[p.schedule]
     if v != chunks:
         raise UsageError(
-            f"--pipeline-schedule {p.schedule} has {chunks} virtual stage{'s' * (chunks > 1)} a "
-            f"rank: {source} gives {v}"
+            f"--pipeline-schedule {p.schedule} needs {chunks} virtual stage{'s' * (chunks > 1)} on "
+            f"each rank: {source} gives {v}"
         )
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and (p.schedule != "interleaved" or v == 1):

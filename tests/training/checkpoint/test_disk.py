@@ -116,7 +116,7 @@ def test_a_rename_that_may_not_be_durable_is_told_of(ranks: Ranks, oracle: Resul
 @pytest.mark.parametrize(
     "when, why",
     [
-        ("save: start", "a checkpoint has"),
+        ("save: start", "a checkpoint needs"),
         ("save: shards", "rank 0: No space left on device"),
     ],
 )

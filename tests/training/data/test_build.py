@@ -128,7 +128,7 @@ def test_what_a_user_is_told(prefixes, tmp_path):
     asked = {"eval_interval": 5, "split": "98,1,1"}
     few = "--eval-interval 5 has nothing to evaluate on: --split 98,1,1 assigns whole documents"
     refused(few, data_path=(str(tmp_path / "c"),), **asked)
-    none = "--eval-interval 5 has nothing to evaluate on: --valid-data-path has no tokens"
+    none = "--eval-interval 5 has nothing to evaluate on: --valid-data-path has no token"
     refused(none, eval_interval=5, train_data_path=(a,))
     lost = ("1", a, "0.5", str(tmp_path / "c"))
     refused("--data-path: .*c has weight 0.5 but no train tokens", data_path=lost, split="1,9")
@@ -216,9 +216,9 @@ def test_data_in_which_no_token_counts(prefixes, ends):
     assert len(said) == 2 and all(nothing in line for line in said)  # training and validation
     assert found.valid and found.test
     assert built(data_path=("1", a, "0", ends), split="8,1,1") and not said
-    with pytest.raises(ValueError, match="--valid-data-path has no tokens that count"):
+    with pytest.raises(ValueError, match="--valid-data-path has no token in the loss"):
         built(train_data_path=(a,), valid_data_path=(cut,), eval_interval=5)
-    with pytest.raises(ValueError, match="--multiple-validation-sets: the set cut has no tokens"):
+    with pytest.raises(ValueError, match="--multiple-validation-sets: the set cut has no token"):
         paths = (prefixes[1], cut)
         built(train_data_path=(a,), valid_data_path=paths, multiple_validation_sets=True)
     found = built(train_data_path=(a,), test_data_path=(cut,))

@@ -210,7 +210,7 @@ def test_what_is_unknown_counts_none_and_a_line_says_so(made, tmp_path):
     rows = np.array([[tokenizer.eod, *tokenizer.encode("ones two\N{SNOWMAN} two"), tokenizer.eod]])
     known = {words_alone: "ones two\N{SNOWMAN} two"}.get(made, "ones two two")
     assert text.count(rows, DocumentRules()) == len(known.encode())
-    assert len(said) == 1 and f"not be all of the text: {tokenizer.name} makes" in said[0]
+    assert len(said) == 1 and f"not be all of the text: {tokenizer.name} turns" in said[0]
 
 
 class Letters:

@@ -228,8 +228,8 @@ LENGTHS = lambda: IndexedTokens("a").lengths.tolist()  # noqa: E731
         ),
         (
             lambda: write_mask(np.uint8, LENGTHS()),
-            r"a\.json is of another pair than its loss mask: a\.loss_mask\.bin is not the mask "
-            "that it names",
+            r"a\.json belongs to another pair than the loss mask: a\.loss_mask\.bin is not the "
+            "mask that it names",
         ),
         (
             lambda: edit_record(loss_mask=None, loss_on=None),

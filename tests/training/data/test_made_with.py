@@ -143,7 +143,7 @@ def test_a_pair_is_moved_with_its_record_and_taken_without(own, tmp_path):
     Path(f"{second}.json").unlink()
     assert opened(other, "--data-path", moved, second) == [f"{none} (and 1 more): {named}"]
     Path(f"{moved}.json").write_text('{"format": "of somebody else"}')
-    assert "b.json is not of tools/preprocess_data.py" in opened(other, "--data-path", moved)[0]
+    assert "b.json was not written by tools/" in opened(other, "--data-path", moved)[0]
 
 
 def test_a_record_of_other_tokens_says_nothing(own, tmp_path):
@@ -153,7 +153,7 @@ def test_a_record_of_other_tokens_says_nothing(own, tmp_path):
         writer.add(range(30))
     other = folder_of(tmp_path / "other", *WORDS, "more")
     said = opened(other, "--data-path", prefix)
-    assert len(said) == 1 and f"{prefix}.json is of other tokens than its .bin" in said[0]
+    assert len(said) == 1 and f"{prefix}.json describes other tokens than its .bin has" in said[0]
 
 
 @pytest.mark.parametrize(("field", "value", "why"), DAMAGE)
@@ -175,7 +175,7 @@ def test_numbers_take_the_ids_of_one_tokenizer(own, tmp_path):
         opened(41, "--data-path", a)
     with pytest.raises(ValueError, match="the pairs of a run must be made with one tokenizer"):
         opened(99, "--data-path", "1", a, "1", c)
-    with pytest.raises(ValueError, match="eod 0 ends each document, and NullTokenizer takes 98"):
+    with pytest.raises(ValueError, match="eod 0 ends each document, and NullTokenizer expects 98"):
         opened(99, "--data-path", a, "--reset-attention-mask")
     numbers = pair(tmp_path / "n", 50)
     assert opened(50, "--data-path", numbers) == []

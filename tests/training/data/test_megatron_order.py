@@ -71,7 +71,7 @@ def test_a_longer_run_of_other_epochs_is_other_data(files):
 
 def test_what_a_user_is_told(files):
     few = Setting(("a", "b"), iterations=500)
-    with pytest.raises(ValueError, match="--data-path without weights holds .* with weights, data"):
+    with pytest.raises(ValueError, match="--data-path without weights holds .* give weights, with"):
         datasets(few, files)
     with pytest.raises(ValueError, match="takes no weight of 0"):
         datasets(Setting(("0", "a", "1", "b")), files)

@@ -40,5 +40,5 @@ def test_digest_origin_and_refusal():
     assert data.digest == MockDataset("train", 16, 1, 100, None).digest
     assert data.digest != MockDataset("train", 16, 1, 100, 99).digest
     assert data.origin(3) == (0, 3, 0) and data.describe(3) == "mock data, sample 3"
-    with pytest.raises(ValueError, match="--mock-data counts through at least 2 tokens, not 1"):
+    with pytest.raises(ValueError, match="--mock-data needs a vocabulary of >= 2 tokens, not 1"):
         MockDataset("train", 16, 1, 1, None)

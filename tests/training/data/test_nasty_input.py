@@ -266,11 +266,11 @@ def test_parquet(tmp_path):
         "without a text, but null": (1, f"{tmp_path}/a.parquet, row 2"),
         "empty": (1, f"{tmp_path}/a.parquet, row 3"),
     }
-    with pytest.raises(ValueError, match="a.parquet, row 2: no text in this row, but null"):
+    with pytest.raises(ValueError, match="a.parquet, row 2: null in place of a text"):
         list(documents(tmp_path / "a.parquet"))
     nulls = pyarrow.table({"text": pyarrow.nulls(3)})
     write(nulls, tmp_path / "nulls.parquet")
-    with pytest.raises(ValueError, match="nulls.parquet, row 1: no text in this row, but null"):
+    with pytest.raises(ValueError, match="nulls.parquet, row 1: null in place of a text"):
         list(documents(tmp_path / "nulls.parquet"))
     twice = pyarrow.Table.from_arrays([table["text"], table["text"]], ["text", "text"])
     write(twice, tmp_path / "twice.parquet")

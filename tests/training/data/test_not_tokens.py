@@ -61,8 +61,8 @@ def said(path, flag="--data-path", tokenizer="HuggingFaceTokenizer"):
 )
 def test_the_command_makes_what_is_to_be_named(path, what):
     told = said(path)
-    assert f"--data-path {path}: there is no file {path}.bin ({what}, of which `" in told
-    command, pair = re.search(r"`(.*)` makes a pair, which is then named (.*)\)$", told).groups()
+    assert f"--data-path {path}: there is no file {path}.bin ({what}; `" in told
+    command, pair = re.search(r"`(.*)` makes a pair from text; then give (.*)\)$", told).groups()
     python, tool, *words = shlex.split(command)
     assert (python, tool) == ("python", "tools/preprocess_data.py")
     words.remove("--append-eod")  # this tokenizer has no end of documents
@@ -75,11 +75,11 @@ def test_the_command_makes_what_is_to_be_named(path, what):
 @pytest.mark.parametrize(
     "path, what",
     [
-        ("tokens.npy", "its format is not read; of text `python tools/preprocess_data.py --input"),
-        ("f.md", "its format is not read; of text `python tools/preprocess_data.py"),
-        ("raw", "raw.bin alone does not say where a document begins; of text `python tools/prep"),
-        ("raw.bin", "raw.bin alone does not say where a document begins; of text `python tools/"),
-        ("empty", "it is a folder without pairs and text; of text `python tools/preprocess_data"),
+        ("tokens.npy", "its format is not read; `python tools/preprocess_data.py --input"),
+        ("f.md", "its format is not read; `python tools/preprocess_data.py"),
+        ("raw", "raw.bin alone does not say where a document begins; `python tools/prep"),
+        ("raw.bin", "raw.bin alone does not say where a document begins; `python tools/"),
+        ("empty", "it is a folder without pairs and text; `python tools/preprocess_data"),
         ("pairs", "it is a folder; the pairs in it are pairs/four, pairs/one, pairs/three_text"),
         ("pairs/three", "did you mean pairs/three_text_document?"),
         ("pairs/gone", "the pairs there are pairs/four, pairs/one, pairs/three_text_document and"),

@@ -110,7 +110,7 @@ def test_a_model_type_stands_for_the_class_that_transformers_has() -> None:
             found = class_of({}, {"model_type": kind}, False, "here")
             assert found == ("" if name in backends else name), kind
         except ValueError as error:
-            assert f"here: tokenizer_class {name} has its own rules" in str(error), kind
+            assert f"here: tokenizer_class {name} makes transformers" in str(error), kind
     for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
         name = str(auto.TOKENIZER_MAPPING_NAMES[kind]).removesuffix("Fast")
         if name != "Siglip2Tokenizer":  # refused
@@ -125,8 +125,8 @@ def test_what_a_refusal_says_is_enough(tmp_path: Path, kind: str) -> None:
     file = {"version": "1.0", "added_tokens": [], "model": words}
     written(tmp_path, tokenizer=file, config={"model_type": kind})
     written(tmp_path, tokenizer_config={"tokenizer_class": "Qwen2Tokenizer"})
-    apart = r"in its place, in a folder without this config.json \(model_type qwen2\), "
-    with pytest.raises(ValueError, match=apart if kind == "qwen2" else "Fast in its place, tok"):
+    apart = r"Fast, in a folder without this config.json \(model_type qwen2\), "
+    with pytest.raises(ValueError, match=apart if kind == "qwen2" else "TokenizerFast to use tok"):
         HuggingFaceTokenizer(str(tmp_path))
     written(tmp_path, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
     if kind == "qwen2":
@@ -170,7 +170,7 @@ def test_a_folder_without_a_tokenizer_json_says_what_it_has(tmp_path: Path) -> N
 
     says("tokenizer.json cannot be read: No such file")
     written(tmp_path, vocab={"a": 0})
-    says("no .*tokenizer.json, but vocab.json; merges.txt is missing to vocab.json; transformers")
+    says("no .*tokenizer.json, but vocab.json; vocab.json needs merges.txt, which is missing; tran")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     says(f"merges.txt and vocab.json; if it is GPT-2's, .*GPT2BPETokenizer --vocab-file {tmp_path}")
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")

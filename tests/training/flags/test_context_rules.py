@@ -22,10 +22,10 @@ MISTAKES = [  # flags, ranks, what the sentence holds
     (f"{CP} 5", 5, "--seq-length 48 is not a multiple of --context-parallel-size 5"),
     (f"{CP} 16 {TP}", 32, "--context-parallel-size 16 x --tensor-model-parallel-size 2 = 32"),
     (f"{CP} 2 --cp-comm-type allgather", 2, "--cp-comm-type allgather: must be one of p2p, all_"),
-    (f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4, "nothing takes its place; use --cp-c"),
+    (f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4, "without a replacement; use --cp-c"),
     (f"{CP} 6 --cp-comm-type a2a", 6, "over which --cp-comm-type a2a cuts them"),
     (f"{CP} 3 --num-query-groups 2 --num-attention-heads 6 --cp-comm-type a2a --hidden-size 60", 3,
-     "--num-query-groups 2 = 2 and --context-parallel-size 3: --cp-comm-type a2a needs the one"),
+     "--num-query-groups 2 = 2 and --context-parallel-size 3: --cp-comm-type a2a needs one"),
     (f"{CP} 2 --zero-stage 1 --num-distributed-optimizer-instances 4", 2,
      "4 does not divide the 2 data- and context-parallel ranks"),
 ]  # fmt: skip

@@ -68,15 +68,15 @@ def test_a_loss_that_depends_on_the_micro_batch_is_said() -> None:
 
 def test_what_changes_nothing_or_depends_on_the_layout_is_said() -> None:
     more = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax"
-    assert any("changes nothing with" in note for note in read(more).notes)
+    assert any("has no effect, also in Megatron-LM, with" in note for note in read(more).notes)
     more = "--num-experts 4 --moe-expert-capacity-factor 1.25"
-    assert any("what is dropped depends" in note for note in read(more).notes)
+    assert any("which tokens are dropped depends" in note for note in read(more).notes)
     assert not [note for note in read("--num-experts 4").notes if "moe" in note]
     late = read(f"{BESIDE} {EP2} --delay-wgrad-compute", 2)
     assert any("--delay-wgrad-compute" in note for note in late.notes)
     for size, said in ((2, True), (4, False)):
         notes = read(f"{BESIDE} {EP2} --global-batch-size {size}", 2).notes
-        assert any("no forward has a backward to overlap" in note for note in notes) == said
+        assert any("no forward overlaps a backward" in note for note in notes) == said
     frozen = read(
         "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
         "--moe-router-bias-update-rate 0"
@@ -137,7 +137,7 @@ MISTAKES = [
      "--num-distributed-optimizer-instances 2", 2,
      "--num-distributed-optimizer-instances 2 does not divide the 1 ranks that hold the same exp"),
     ("--num-experts 8 --tensor-model-parallel-size 2 --sequence-parallel", 2,
-     "--expert-tensor-parallel-size 2, whose default is --tensor-model-parallel-size"),
+     "--expert-tensor-parallel-size 2 (the default, --tensor-model-parallel-size)"),
     ("--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
      "--num-experts 8 at --tensor-model-parallel-size 2 needs --sequence-parallel"),
     ("--num-experts 2 --moe-router-topk 3", 1, "--moe-router-topk 3 is more than --num-experts 2"),
@@ -147,15 +147,15 @@ MISTAKES = [
     ("--num-experts 8 --moe-router-enable-expert-bias", 1, "needs --moe-router-score-function sig"),
     ("--num-experts 8 --moe-router-num-groups 4", 1, "--moe-router-group-topk left out: must be"),
     ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 3", 1,
-     "1 groups of 2 experts have fewer than the --moe-router-topk 3"),
+     "1 groups of 2 experts are fewer experts than --moe-router-topk 3"),
     ("--num-experts 8 --fp8-format e4m3 --bf16 --fp8-recipe tensorwise", 1, "--fp8-format is not"),
     (f"{BESIDE} --expert-model-parallel-size 2", 2, "alltoall, not allgather: only its exchanges"),
-    (f"{BESIDE} {EP2} --zero-stage 3", 2, "is not available at ZeRO stage 3 without a pipeline"),
+    (f"{BESIDE} {EP2} --zero-stage 3", 2, "is not available at --zero-stage 3 without a pipeline"),
     (f"{BESIDE} {EP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4,
      "needs --pipeline-schedule 1f1b or interleaved, not zb-h1"),
     ("--num-experts 8 --rank-order tp-cp-dp-ep-pp", 1, "so ep must stand before dp"),
     ("--num-experts 8 --expert-model-parallel-size 2 --rehearse-expert-skew 2.5 --dry-run", 2,
-     "--rehearse-expert-skew 2.5: of the rows of 2 ranks (ep) the first can have from 1 to 2"),
+     "--rehearse-expert-skew 2.5 must be from 1 to 2: a token goes to an expert once"),
 ]  # fmt: skip
 
 

@@ -64,8 +64,8 @@ NAMED = [
     (["--num-workers", "1000000"], "--num-workers 1000000: must be .* at most 256"),
     (["--seed", "1_000"], "--seed 1_000: must be a whole number"),
     (["--lr", "\u0663"], "--lr \u0663: must be a number"),
-    (["--global-batch-size", "2000000000"], "forwards of a stage in one step"),
-    (["--seq-length", "8388608", "--micro-batch-size", "64"], "tokens at a time"),
+    (["--global-batch-size", "2000000000"], "forwards of pipeline stages in one step"),
+    (["--seq-length", "8388608", "--micro-batch-size", "64"], "tokens: must be at most"),
 ]
 
 

@@ -81,7 +81,7 @@ def test_a_flag_is_explained(
         ("num-layer", r"--help num-layer: .*did you mean --num-layers\?"),
         ("deepspeed_config", r"--deepspeed_config: DeepSpeed is not used and its file is not read"),
         ("--universal-checkpoint", r"--universal-checkpoint is not a flag of this program nor of"),
-        ("--context-parallel-algo", r"here and in Megatron-LM it is --cp-comm-type"),
+        ("--context-parallel-algo", r"give --cp-comm-type, as in Megatron-LM"),
         ("--nonsense", r"--nonsense is not a flag of this program nor of Megatron-LM"),
     ],
 )

@@ -32,22 +32,22 @@ MISTAKES = [
     (
         f"{ON} --pipeline-model-parallel-size 4",
         4,
-        "--cpu-offload-activations with --num-layers 4 in 4 pipeline stages: a stage's last",
+        "--num-layers 4 in 4 pipeline stages gives no stage a second layer",
     ),
     (
         f"{ON} --recompute-granularity full --recompute-num-layers 4",
         1,
-        "--cpu-offload-activations with --recompute-num-layers 4: a stage's last group",
+        "--recompute-num-layers 4 gives no stage a second group",
     ),
     (
         f"{ON} --offload-modules mlp --recompute-granularity full",
         1,
-        "--offload-modules mlp with --recompute-granularity full: a recomputed layer keeps its",
+        "--offload-modules mlp with --recompute-granularity full: a recomputed layer saves only",
     ),
     (
         "--activation-offload-fraction 0.5",
         1,
-        "--offload-modules says how much",
+        "--offload-modules chooses the modules",
     ),
 ]
 

@@ -73,7 +73,7 @@ TYPED = [  # what is typed, what the sentence holds
     ("--num_train_epochs 3", "--train-samples, 3 x the samples"),
     ("--train-tokens 1000000", "--train-samples: 1000000 / --seq-length"),
     ("--compile", "nothing is compiled here"),
-    ("--lora-rank 8", "Weft has no LoRA: train a part of the weights itself by --param-group"),
+    ("--lora-rank 8", "Weft has no LoRA: to train a part of the weights, freeze the others"),
     ("--freeze-embeddings", "--param-group 'PATTERN' frozen"),
     ("--load_best_model_at_end", "--keep-best"),
     ("--train_on_inputs False", "tools/preprocess_data.py --loss-on"),
@@ -91,7 +91,7 @@ TYPED = [  # what is typed, what the sentence holds
     ("--optimizer.name AdamW", "give --optimizer adam or muon"),
     ("--lr_scheduler.min_lr_factor 0.1", "give --min-lr: 0.1 x --lr"),
     ("--optimizer.accumulate_gradient_steps=4", "--global-batch-size: 4 x --micro-batch-size"),
-    ("--mesh_dim=1,-1,1 --load_llama_config=7b", "the sizes of the axes give the layout"),
+    ("--mesh_dim=1,-1,1 --load_llama_config=7b", "the sizes of tp, cp and pp give the layout"),
     ("--max_duration=2e12T", "--train-iters, in steps, or --train-samples"),
     ("-b 4 -h 1", "-h 1: -h is --help here"),
     ("--fp16_full_eval", "fp16 is not available here: give --bf16"),
@@ -116,11 +116,11 @@ def test_all_flags_of_another_trainer_are_answered_at_once():
 
 
 TWO = [  # two names of one flag with different values: before, the last one counted
-    ("--max-steps 3", "--train-iters 2 and --max-steps 3 set the same"),
-    ("--learning_rate 1e-2", "--lr 1e-3 and --learning_rate 1e-2 set the same"),
+    ("--max-steps 3", "--train-iters 2 and --max-steps 3 contradict"),
+    ("--learning_rate 1e-2", "--lr 1e-3 and --learning_rate 1e-2 contradict"),
     ("--n-kv-heads 2 --group-query-attention --num-query-groups 4", "--n-kv-heads 2 and --num-q"),
     ("--gradient_checkpointing --recompute-granularity selective", "--gradient_checkpointing and"),
-    ("--bf16 --dtype float32", "--bf16 and --dtype float32 set the same"),
+    ("--bf16 --dtype float32", "--bf16 and --dtype float32 contradict"),
     ("--recompute-granularity full --gradient_checkpointing False", "full and --gradient_checkp"),
     ("--warmup_ratio 0.1 --warmup_steps 1", "--lr-warmup-fraction and --lr-warmup-iters exclude"),
     ("--on-nan rewind --save a --no-check-for-nan-in-loss-and-grad", "--on-nan rewind and --no-ch"),

@@ -182,7 +182,7 @@ def test_flags_in_quotes_are_one_word():
     """TOKENIZER="--tokenizer-type ..." and "$TOKENIZER" came as an unknown flag."""
     quoted = "--tokenizer-type SentencePieceTokenizer --tokenizer-model data/mine.model"
     with pytest.raises(
-        UsageError, match=r"Tokenizer --tokeniz.* \.\.\.' came as one word: leave out"
+        UsageError, match=r"Tokenizer --tokeniz.* \.\.\.' came as one word: remove"
     ):
         parse([*SMALL.split(), quoted], 1)
 
@@ -264,7 +264,7 @@ MISTAKES = [
     ("--lr 1 -lr 1", 1, "-lr: a value that belongs to no flag; flags begin with --"),
     ("--bf16 stray", 1, "--bf16: a switch takes no value, not 'stray'"),
     ("--train-data-path -1e-4 a", 1, "--train-data-path -1e-4: a value of this flag cannot begin"),
-    ("--data-path=1 a", 1, "--data-path=1 a: several values stand after a space, not after ="),
+    ("--data-path=1 a", 1, "--data-path=1 a: give several values after a space, not after ="),
     ("--bf16=maybe", 1, "--bf16: a switch takes no value, not 'maybe'"),
     ("--fp16", 1, FP16),
     ("--moe-layer-freq [1+1]", 1, "--moe-layer-freq [1+1]: must be a whole number >= 1, or a"),
@@ -282,7 +282,7 @@ MISTAKES = [
         "this ignores them: --ignore-flags use-mpi:0 use-z-loss:1 label:1",
     ),
     ("--use-mpi", 1, "lists the flags, --ignore-flags use-mpi:0 ignores it"),
-    ("--context-parallel-algo ring", 1, "here and in Megatron-LM it is --cp-comm-type"),
+    ("--context-parallel-algo ring", 1, "give --cp-comm-type, as in Megatron-LM"),
     ("--trigger-path /x --job-name y", 1, "this ignores them: --ignore-flags trigger-path:1 j"),
     (
         "--fp16 --data-parallel-random-init --otel-enabled",
@@ -357,16 +357,16 @@ MISTAKES = [
     ),
     ("--ckpt-step 5", 1, "--ckpt-step 5 needs --load"),
     ("--profile --profile-step-start 9 --profile-step-end 9", 1, "must be more than"),
-    ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "set the same: give one of them"),
+    ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "as both set --on-nan: give one of"),
     (
         "--data-parallel-sharding-strategy optim --zero-stage 3",
         1,
-        "--data-parallel-sharding-strategy optim and --zero-stage 3 set the same: give one of them",
+        "--data-parallel-sharding-strategy optim and --zero-stage 3 contradict each other",
     ),
-    ("--ignore-flags use-mpi", 1, "--ignore-flags use-mpi: give NAME:COUNT, COUNT the number"),
+    ("--ignore-flags use-mpi", 1, "--ignore-flags use-mpi: give NAME:COUNT, where COUNT is"),
     ("--ignore-flags lr:1", 1, "--ignore-flags lr: --lr is known here, so it cannot be ignored"),
-    ("--ignore-flags num-layer:1", 1, "too close to --num-layers, for which --num-layer may be"),
-    ("--trigger-path /x /y --ignore-flags trigger-path:1", 1, "/y follows, a value more than that"),
+    ("--ignore-flags num-layer:1", 1, "as --num-layer may be a typing mistake for --num-layers"),
+    ("--trigger-path /x /y --ignore-flags trigger-path:1", 1, "has more values here: /y"),
     ("--trigger-path=/x --ignore-flags trigger-path:0", 1, "--trigger-path=/x has more values"),
 ]
 
@@ -502,7 +502,7 @@ def test_the_names_of_validation_sets():
 @pytest.mark.parametrize(
     "word, says",
     [
-        ("caf\udce9", r"'caf\\udce9' is not UTF-8, in which a checkpoint keeps the command line$"),
+        ("caf\udce9", r"'caf\\udce9' is not UTF-8, which it must be to be saved in checkpoints$"),
         ("caf\udcc3\udca9", r"'caf\\xe9' is UTF-8, .* Python reads it as .*: set PYTHONUTF8=1$"),
     ],
 )

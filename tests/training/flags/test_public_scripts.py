@@ -20,7 +20,7 @@ REASONS = (
     r"--global-batch-size \d+ is not a multiple of --micro-batch-size",
     r"--normalization (rmsnorm|layernorm): only RMSNorm is accepted",
     r"--tokenizer-type Llama3Tokenizer: must be one of .* HuggingFaceTokenizer",
-    r"--use-checkpoint-args: there is no checkpoint to take them from",
+    r"--use-checkpoint-args: there is no checkpoint to take the arguments from",
 )
 
 

@@ -67,10 +67,10 @@ def test_where_only_weights_are_loaded_the_flags_hold(saved, weights_only):
 
 def test_lengths_in_another_unit_are_refused(saved):
     more = f"--train-samples 800 --lr 1 {saved(SAVED)} {FLAG}"
-    with pytest.raises(UsageError, match="was made with --train-iters, in which its schedule"):
+    with pytest.raises(UsageError, match="a run with --train-iters, so its schedule counts it"):
         read(more)
     more = f"{NOW.replace('size 4', 'size 8')} {saved(SAVED)} {FLAG}"
-    with pytest.raises(UsageError, match="in steps of 4 samples, and --global-batch-size is 8"):
+    with pytest.raises(UsageError, match="in steps of 4 samples: --global-batch-size is 8 and"):
         read(more)
 
 

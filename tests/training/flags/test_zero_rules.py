@@ -24,7 +24,7 @@ def read(more="", world=4):
 MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--zero-stage 0 --use-distributed-optimizer", 4, "the latter is --zero-stage 1"),
-    (EACH, 4, f"{EACH} needs --zero-stage 2 or 3: at --zero-stage 0 unsharded gradients stay"),
+    (EACH, 4, f"{EACH} needs --zero-stage 2 or 3: at --zero-stage 0 every rank keeps all grad"),
     (
         f"{EACH} --zero-stage 2 --pipeline-model-parallel-size 2",
         4,
@@ -110,8 +110,8 @@ NOTES = [
     (
         "--optimizer-state-offload --device cpu",
         1,
-        "--optimizer-state-offload with --device cpu copies state within host memory and saves "
-        "none of it",
+        "--optimizer-state-offload with --device cpu copies the state within host memory and saves "
+        "no memory",
     ),
     (
         f"--zero-stage 2 {EACH}",

@@ -55,7 +55,7 @@ def test_one_rank_is_one_stage():
 )
 def test_flags_and_the_cut(more, v, schedule, cut):
     if v is None:
-        with pytest.raises(UsageError, match=r"stages must be a multiple of \S+ 2; it has 5"):
+        with pytest.raises(UsageError, match=r"its 5 stages are not a multiple of \S+ 2"):
             read(more)
         return
     config = read(more)
@@ -114,16 +114,16 @@ def test_before_the_tokenizer_the_rules_hold_and_the_cut_is_not_known():
 MISTAKES = [
     # more flags, p, what the sentence must hold
     ("--pipeline-schedule 2f2b", 2, "--pipeline-schedule 2f2b: must be one of gpipe, 1f1b, inter"),
-    ("--pipeline-schedule interleaved", 2, f"interleaved needs {V} of at least 2"),
+    ("--pipeline-schedule interleaved", 2, f"interleaved needs virtual stages: give {V} of"),
     (
         f"--pipeline-schedule zb-h1 {V} 2",
         2,
-        f"--pipeline-schedule zb-h1 has 1 virtual stage a rank: {V} 2 gives 2",
+        f"--pipeline-schedule zb-h1 needs 1 virtual stage on each rank: {V} 2 gives 2",
     ),
     (
         "--pipeline-schedule gpipe --num-layers-per-virtual-pipeline-stage 2",
         2,
-        "--pipeline-schedule gpipe has 1 virtual stage a rank",
+        "--pipeline-schedule gpipe needs 1 virtual stage on each rank",
     ),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage 2",

@@ -95,7 +95,7 @@ def test_the_same_data_is_known_by_what_it_holds(words, says, names):
     for name in names:
         with pytest.raises(ValueError, match=says) as error:
             datasets(words.format(name))
-        same = "is there twice" if name == "a" else "holds the same data as"
+        same = "is named twice" if name == "a" else "holds the same data as"
         assert f"{name} {same}" in str(error.value) or "trained on" in says or "b {} a" in words
 
 
@@ -126,7 +126,7 @@ def test_stages_go_on_in_a_data_set_and_begin_a_copy_again():
     for blend in ("a a", "0.3 a 0.7 link", "a other/copy"):
         with pytest.raises(ValueError, match=r"stage 's1': .*read twice: name it once"):
             datasets(stages("b", blend))
-    with pytest.raises(ValueError, match="stage 's1': hard is a hard link to a, of .*'s0', and b"):
+    with pytest.raises(ValueError, match="stage 's1': hard is a hard link to a of .*'s0', so its"):
         datasets(stages("a", "hard"))
     with pytest.raises(ValueError, match=r"hard holds .* trained on \(--data-stages .*'s1'\)"):
         datasets(stages("b", "a") + " --valid-data-path hard")
@@ -154,7 +154,7 @@ def test_a_run_that_was_begun_so_goes_on_in_its_order(monkeypatch, capsys):
     for other in ("a", "other/copy"):  # by its data, wherever it is
         code, said, losses = train(words.format(other, "b a"), 4, ("--load", "run"))
         line = f"--train-data-path: {other} "
-        assert code == 0 and line in said and said.count("begun so, and goes on in its order") == 2
+        assert code == 0 and line in said and said.count("continues in its order") == 2
         assert losses == {3: whole[3], 4: whole[4]}
     for changed, flags in (
         ("0.4 a 0.6 a --valid-data-path b a", ("--load", "run", "--allow-change", "data")),

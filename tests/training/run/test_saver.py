@@ -376,4 +376,4 @@ def test_the_checkpoints_own_sizes(begun: Path, capsys: Any) -> None:
     errors = capsys.readouterr().err
     assert "--hidden-size 64 contradicts --use-checkpoint-args" in errors and "has 32" in errors
     run(begun, more.replace("saved", "nothing"), code=2, sizes=[])
-    assert "there is no checkpoint to take them from" in capsys.readouterr().err
+    assert "there is no checkpoint to take the arguments from" in capsys.readouterr().err

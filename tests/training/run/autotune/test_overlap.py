@@ -66,8 +66,8 @@ def test_on_gpus_symmetric_is_not_for_a_pipeline():
     "megatrons, said",
     [
         ("--tp-comm-overlap-cfg x.yaml", "--tp-comm-overlap auto measures each projection"),
-        ("--disable-tp-comm-bulk-wgrad", "--tp-comm-overlap auto overlaps what gains time"),
-        ("--no-tp-comm-split-ag", "--tp-comm-overlap auto overlaps what gains time"),
+        ("--disable-tp-comm-bulk-wgrad", "--tp-comm-overlap auto overlaps those that gain time"),
+        ("--no-tp-comm-split-ag", "--tp-comm-overlap auto overlaps those that gain time"),
     ],
 )
 def test_megatrons_switches_are_accepted_with_a_word(megatrons, said):
