@@ -2,6 +2,7 @@
 """Check the flags of a rank's computation: kernels, float8, recomputed or offloaded activations."""
 
 from collections.abc import Iterator
+from math import ceil
 
 import torch
 
@@ -14,6 +15,7 @@ from mpu.layers.attention.backends import (
     why_no_length,
 )
 from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
+from mpu.pipeline.stage_layout import read_layout
 from training.flags import parallel_rules
 from training.settings.config import Config, UsageError
 
@@ -165,13 +167,15 @@ def check_offload(config: Config) -> None:
     if not g.cpu_offload_activations:
         return
     stages = p.pipeline_model_parallel_size * p.virtual_stages
-    if layers <= stages:
+    layout = p.pipeline_model_parallel_layout
+    own = [each.count("t") for each in read_layout(layout)] if layout else [ceil(layers / stages)]
+    if max(own) < 2:
         raise UsageError(
             f"{OFFLOAD} has nothing to offload: the last layer of a stage stays on the device, and "
             f"--num-layers {layers} in {stages} pipeline stages gives no stage a second layer"
         )
     group = p.recompute_num_layers or 1 if p.recompute_method == "uniform" else 1
-    if group * stages >= layers:
+    if group >= max(own):
         raise UsageError(
             f"{OFFLOAD} has nothing to offload: the last group of recomputed layers of a stage "
             f"stays on the device, and --recompute-num-layers {group} gives no stage a second group"

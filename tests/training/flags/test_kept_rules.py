@@ -59,6 +59,13 @@ def test_a_mistake_is_one_sentence(more, world, sentence):
     assert sentence in str(mistake.value) and "\n" not in str(mistake.value)
 
 
+def test_a_layout_with_two_layers_in_a_stage_has_something_to_offload():
+    layout = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
+    assert read(f"{ON} {layout} E|tt|tt|L", 4).gpu.cpu_offload_activations
+    with pytest.raises(UsageError, match="gives no stage a second layer"):
+        read(f"{ON} {layout} Et|t|t|tL", 4)
+
+
 def test_a_module_that_no_layer_has_is_refused_by_the_names_that_there_are():
     config = read(f"{ON} --offload-modules mlp attention.kqv")
     with pytest.raises(UsageError) as mistake:
