@@ -205,20 +205,22 @@ def model_file_of(
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
     if not isinstance(kind, str):
-        raise ValueError(f"config.json: model_type is {kind!r}: it must be a text")
+        raise ValueError(f"config.json: model_type is {kind!r}: it must be a string")
     at = (HERE.parent / str(named or f"model/{FILES.get(kind, kind)}.py")).resolve()
     stems = [p.stem for p in HERE.glob("*.py") if p.stem not in NO_MODELS]
     if at in [HERE / f"{stem}.py" for stem in stems]:
         return load_model_file(str(at))
     if named:
-        raise ValueError(f"it was trained with --model-file {named}: give that too")
+        raise ValueError(f"it was trained with --model-file {named}: give this flag too")
     if kind in MISSING:
         raise ValueError(missing_in(kind))
     fork = worked_fork(kind)
-    meant = "the --model-file of a fork that computes it (docs/forking.md)"
+    meant = "a --model-file that supports it (docs/forking.md)"
     meant = f"--model-file {fork}" if fork else meant
     known = ", ".join(sorted({*stems, *FILES}))
-    raise ValueError(f"config.json: model_type is {kind!r}, and Weft has {known}: give {meant}")
+    raise ValueError(
+        f"config.json: model_type is {kind!r}, which is none of Weft's ({known}): give {meant}"
+    )
 
 
 def worked_fork(kind: str) -> str:
@@ -258,13 +260,13 @@ def config_of(
     fields, own = file.ModelConfig.__dataclass_fields__, own or {}
     if own.get("num_experts") and "num_experts" not in fields:
         raise ValueError(
-            f"--num-experts {own['num_experts']}: {Path(file.__file__).name} has no experts; leave "
-            "--model-file out for model/moe.py, or name a changed copy of that"
+            f"--num-experts {own['num_experts']}: {Path(file.__file__).name} has no experts; omit "
+            "--model-file to use model/moe.py, or give a modified copy of model/moe.py"
         )
     if sizes.get("yarn") and "yarn" not in fields:
         raise ValueError(
-            f"--position-embedding-type yarn: {Path(file.__file__).name} has no yarn, as model/"
-            "llama.py has"
+            f"--position-embedding-type yarn: ModelConfig of {Path(file.__file__).name} has no "
+            "field yarn; see that of model/llama.py"
         )
     return file.ModelConfig(**sizes, **{k: v for k, v in own.items() if k in fields})
 
@@ -274,15 +276,15 @@ def with_mup(file: ModelFile, sizes: LlamaConfig, mup: MuP) -> Widths:
     name, say = Path(file.__file__).name, getattr(file, "with_mup", None)
     if say is None:
         raise ValueError(
-            f"--use-mup: --model-file {name} does not say which of its sizes are widths: it must "
-            "define with_mup, or import that of model/llama.py where its parameters are alike "
+            f"--use-mup: --model-file {name} has no with_mup, which says which sizes are widths: "
+            "define it, or import it from model/llama.py if the parameters are the same "
             "(docs/mup.md)"
         )
     found: Widths = say(sizes, mup)
     if wrong := found.divisors.keys() - {*GROUPS}:
         raise ValueError(
-            f"--use-mup: with_mup of --model-file {name} names {', '.join(sorted(wrong))}: the "
-            f"groups of parameters are {', '.join(GROUPS)}"
+            f"--use-mup: with_mup of --model-file {name} names {', '.join(sorted(wrong))}: a group "
+            f"of parameters must be one of {', '.join(GROUPS)}"
         )
     return found
 
@@ -298,7 +300,7 @@ def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
             load_model_file(fork).from_hf_config(hf)
         except Exception:
             raise error from None
-        raise ValueError(f"{error}: {fork} computes it") from None
+        raise ValueError(f"{error}; --model-file {fork} supports it") from None
     except Exception as error:
         raise ValueError(f"config.json: missing or bad field: {error}") from None
 

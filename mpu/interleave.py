@@ -68,7 +68,7 @@ class Interleaver:
                 pass
             self._resume()
         if self._failed:
-            raise RuntimeError("the other micro-batch failed")
+            raise RuntimeError("the interleaved micro-batch failed")
 
     def run(
         self,
@@ -81,7 +81,7 @@ class Interleaver:
         resume: called in the thread of the one whose turn begins, and at the end in this one. A
         second one that has not begun when the first one fails does not begin.
         """
-        assert self._may_run is None, "two run already"
+        assert self._may_run is None, "two computations are already interleaved"
         both = self._may_run = threading.Semaphore(0), threading.Semaphore(0)
         self._now, self._failed, self._resume = 0, False, resume
         results: list[Any] = [None, None]

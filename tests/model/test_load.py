@@ -66,15 +66,15 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     path, config = of_checkpoint(sizes)
     assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
     for kind, why in {
-        "gptj": "'gptj', and Weft has dots1, granite, llama, mistral, mixtral, moe, qwen2",
-        ("llama",): "must be a text",
+        "gptj": "'gptj', which is none of Weft's .dots1, granite, llama, mistral, mixtral, moe",
+        ("llama",): "must be a string",
     }.items():
         with pytest.raises(ValueError, match=f"model_type is .*{why}"):
             model_file_of({"model_type": kind})
     for kind, file in {
         "phi3": r"--model-file examples/forks/phi3\.py$",
         "gemma3_text": r"--model-file examples/forks/gemma3\.py$",
-        "../arcee": "the --model-file of a fork that computes it",
+        "../arcee": "a --model-file that supports it",
     }.items():
         with pytest.raises(ValueError, match=f"give {file}"):
             model_file_of({"model_type": kind})
@@ -92,7 +92,7 @@ def test_another_mixture_is_refused_by_what_is_missing(kind):
 def test_what_a_checkpoint_says_runs_no_code(tmp_path, place):
     (tmp_path / "evil.py").write_text(f"open('{tmp_path}/ran', 'w')\nfrom model.llama import *\n")
     named = place.format(folder=tmp_path)
-    with pytest.raises(ValueError, match="trained with --model-file .*evil.py: give that too"):
+    with pytest.raises(ValueError, match="trained with --model-file .*evil.py: give this flag too"):
         model_file_of({"model_type": "llama"}, {"model.model_file": named})
     with pytest.raises(ValueError, match="model_type is '../evil'"):
         model_file_of({"model_type": "../evil"})

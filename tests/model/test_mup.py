@@ -111,7 +111,7 @@ def test_the_base_model_is_the_standard_one(file: str) -> None:
 
 
 def test_a_file_that_does_not_say_its_widths_is_refused() -> None:
-    with pytest.raises(ValueError, match="arcee.py does not say which of its sizes are widths"):
+    with pytest.raises(ValueError, match="arcee.py has no with_mup, which says which sizes"):
         built(file="examples/forks/arcee.py")
 
 

@@ -219,7 +219,7 @@ def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
         flags: "model_type is 'windows' there and 'llama' here (--model-file or --num-experts)",
     }.items():
         assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
-    with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):
+    with pytest.raises(ValueError, match="it was trained with --model-file .*: give this flag too"):
         load_model(saved, Grid(), torch.device("cpu"), None)
     model, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["windows"])
     assert [block.attention.window for block in model.layers.values()] == [3, 0]
@@ -233,7 +233,7 @@ def test_widths_grow_with_depth(paths):
 
 def test_an_odd_part_of_a_head_is_refused(paths):
     case = case_of("glm4", paths["glm4"]) | {"extra": (("rotary_factor", 0.2),)}
-    with pytest.raises(ValueError, match=r"rotary_size is \d+: it must be even, from 2 to \d+"):
+    with pytest.raises(ValueError, match=r"rotary_size is \d+: it must be even, from 2 to the"):
         model_provider(config_of(case), LayerContext(device=torch.device("meta")))
 
 

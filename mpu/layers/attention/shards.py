@@ -281,7 +281,7 @@ def _within(block: Block, places: _Places) -> Iterator[Block]:
         if part == "all" or some == kv:
             yield Block(q, some, part)
             continue
-        assert part == "triu", "a query's own keys are where the query is"
+        assert part == "triu", "a rank holds the keys of its own queries"
         # of the keys in `some`, queries before its first look at all, those inside at the rest
         inside = range(q.start + some.start - kv.start, q.start + some.stop - kv.start)
         if q.start < inside.start:

@@ -394,7 +394,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no flags of model/llama\.py give embedding_multiplier:"):
         read_model(str(tmp_path), 1024)  # the command lost it
     (tmp_path / "config.json").write_text(json.dumps(granite | {"residual_multiplier": 0.22}))
-    with pytest.raises(ValueError, match=r": examples/forks/granite\.py computes it$"):
+    with pytest.raises(ValueError, match=r"; --model-file examples/forks/granite\.py supports it$"):
         read_model(str(tmp_path), 1024)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="it is no JSON object"):
