@@ -136,7 +136,7 @@ MISTAKES = {
             "self.groups, packed, cache=cache": "self.groups, None, cache=cache",
         },
         "cp 2 all_gather; dp 2",
-        ("sends nothing to the other ranks, so its tokens would not see theirs",),
+        ("sends nothing over the context-parallel group, so tokens would not attend to",),
     ),
     "positions counted on a rank": (
         "llama",
