@@ -40,8 +40,8 @@ STALE = (
     "optimizer.step() and the next backward"
 )
 TWICE = (
-    "finish_grad_sync was called twice without a backward in between: call it once a step, after "
-    "the last backward"
+    "finish_grad_sync was called, but no gradient has been added since its last call: call it "
+    "once a step, after the last backward"
 )
 DRAW = (
     "initialize it equally on all of them (draw_normal of mpu/param.py, or one torch.manual_seed "

@@ -263,7 +263,7 @@ SAYS = {
     "never drawn": "a weight of shape [6, 12] is used before it has values: initialize",
     "step first": "the optimizer would step before the gradients were summed over the ranks: call",
     "own step first": "a weight of shape [12, 6] was changed before the gradients were summed over",
-    "twice": "finish_grad_sync was called twice without a backward in between: call it once a",
+    "twice": "finish_grad_sync was called, but no gradient has been added since",
     "no zero_grad": "a weight of shape [12]: a gradient would be added to the sum of the previous",
     "no zero_grad of torch's": "a weight of shape [12]: a gradient would be added to the sum",
     "another grid": "up was built with another grid than finish_grad_sync was given",
