@@ -6,10 +6,10 @@
 
 The state is a Llama's in fp32: weights and both moments. Every tensor is sharded by rows over the
 ranks, which divide the cores. Both sides write one file per rank and fsync it. Weft also hashes the
-files and checks all hashes when it loads; the peer has no hashes. A round has three parts, in each
-of which the sides alternate: save; load, first from the host's page cache, then without it; save in
-the background, where the time is that for which the call blocks the trainer. A time is that of the
-slowest rank, a figure the median over rounds. Loaded tensors must equal the saved ones bit for bit.
+files and checks all hashes when it loads; the peer has no hashes. A round has three parts, and in
+each the sides alternate: save; load, first from the host's page cache, then without it; save in the
+background, timed for as long as the call blocks the trainer. A time is that of the slowest rank, a
+figure the median over rounds. Loaded tensors must equal the saved ones bit for bit.
 """
 
 import argparse

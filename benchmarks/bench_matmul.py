@@ -12,7 +12,7 @@ Over a link the full tensor is 16 MiB (fp32, 1024 rows of 4096), and a method ha
 
     hidden = 1 - (method - bare) / communication      communication: the collective alone
     E      = 1 - (method - bare) / (none - bare)      none: matmul and collective in sequence
-    ideal  = max(bare, communication + bare / 2)      two ranks, one chunk each, its own one first
+    ideal  = max(bare, communication + bare / 2)      a rank multiplies its own chunk first
 """
 
 import argparse

@@ -152,7 +152,7 @@ if world > 1:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", help=f"{', '.join(CASES)}, libraries (all if left out)")
+    parser.add_argument("what", nargs="*", help=f"{', '.join(CASES)}, libraries (default: all)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to run")
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()

@@ -71,14 +71,15 @@ EXPERTS, TOPK = 8, 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "what", nargs="*", help="layer, ep, overlap, interleaved (left out: the first two)"
+        "what", nargs="*", help="layer, ep, overlap, interleaved (default: the first two)"
     )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--link", default="1gbit", metavar="RATE", help="as tc writes it (1gbit)")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # one of overlap
     parser.add_argument(
-        "--cpu", action="store_true", help="of layer: CPU seconds of one thread, on a busy machine"
+        "--cpu", action="store_true",
+        help="for layer: measure CPU seconds of one thread, as on a busy machine",
     )
     args = parser.parse_args()
     rows: dict[str, Callable[[str], str]] = {
@@ -91,7 +92,7 @@ def main() -> None:
         of_rank = one_rank if args.what == ["overlap"] else one_rank_interleaved
         return of_rank(args.sizes[0], args.pairs, args.rank)
     if unknown := set(args.what) - set(rows):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
+        parser.error(f"{', '.join(sorted(unknown))}: must be one of {', '.join(rows)}")
     cores = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {cores} cores; {EXPERTS} experts, {TOPK} a token, fp32")
     for what in args.what or ["layer", "ep"]:

@@ -120,8 +120,8 @@ def main() -> None:
     adam, muon, products = (max(each) for each in zip(*every, strict=True))
     print(
         f"{args.size}, dp {args.dp}, ZeRO {args.zero_stage}: AdamW {adam:.2f} s, Muon {muon:.2f} s,"
-        f" its products {products:.2f} s; Muon above AdamW is {(muon - adam) / products:.2f} times"
-        " its products"
+        f" its products {products:.2f} s; Muon minus AdamW is {(muon - adam) / products:.2f} times"
+        " the products"
     )
 
 

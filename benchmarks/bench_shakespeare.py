@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/shakespeare"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, help="of CPU, of our recipe; left out: nanoGPT's")
+    parser.add_argument("--seconds", type=float, help="CPU, of our recipe (default: nanoGPT's)")
     parser.add_argument("--steps", type=int, default=2000, help="of nanoGPT's recipe")
     args = parser.parse_args()
     try:

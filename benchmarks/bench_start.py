@@ -15,7 +15,7 @@ waits for other ranks are not.
 
     modules      Python modules in memory when the first step is done
     opened       files that Python opened (sys.addaudithook), imports included
-    read         bytes of all reads (/proc/self/io, page cache included), without what is mapped
+    read         bytes of all reads (/proc/self/io, page cache included), without mapped files
     loaded       bytes of tensors that the rank read from the checkpoint
     hashed       bytes of its files that the rank compared with their sums
     calls, put   calls of the store, and bytes that the rank wrote to it
@@ -189,7 +189,7 @@ def start(tree: Path, rank: int, flags: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith('{"modules"')]
     if not lines:
-        raise SystemExit(f"bench_start.py: rank {rank} did not connect to its first step\n"
+        raise SystemExit(f"bench_start.py: rank {rank} did not reach the end of its first step\n"
                          f"{done.stdout[-2000:]}{done.stderr[-4000:]}")  # fmt: skip
     found: dict[str, Any] = json.loads(lines[-1])
     return found

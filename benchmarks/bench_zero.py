@@ -106,8 +106,8 @@ def missing_deepspeed(python: str | None) -> str:
     """Return why DeepSpeed is left out, or "" if the interpreter has it."""
     if python is None:
         return (
-            "--deepspeed-python names no interpreter; make one: python3 -m venv DIR, in it "
-            "pip install torch==2.13.0, then pip install deepspeed==0.19.8"
+            "--deepspeed-python names no interpreter; make one by python3 -m venv DIR, and install "
+            "in it torch==2.13.0, then deepspeed==0.19.8, by pip"
         )
     try:
         words = [python, "-c", "import deepspeed"]
@@ -165,7 +165,7 @@ def rows(
             theirs, other = sides[peer]
             off = max(abs(a - b) for a, b in zip(curve, other, strict=True))
             if off > TOLERANCE[dtype]:
-                problem = f"losses are {off:.1e} apart where {TOLERANCE[dtype]:g} is allowed"
+                problem = f"losses differ by {off:.1e}, {TOLERANCE[dtype]:g} is allowed"
                 made.append(
                     (UNLIKE, f"{case}, Weft {level}, {peer[0]}: {problem}: {curve} {other}")
                 )

@@ -192,7 +192,7 @@ def compare_run(run: Run, base: Path, new: Path, at: Path) -> tuple[str, str, st
     shutil.rmtree(at, ignore_errors=True)
     first, last = (f"step_{step:08d}" for step in (STEPS, STEPS + MORE))
     if failed := train(base, at / "base", run):
-        why = f"nothing to be held to, base failed: {failed}"
+        why = f"nothing to compare with, base failed: {failed}"
         return why, why, why
     if failed := train(new, at / "new", run):
         losses = checkpoints = f"failed: {failed}"
@@ -223,12 +223,14 @@ def fork(tree: Path, folder: Path) -> None:
     for old, new in FORK.items():
         text, times = re.subn(old, new, text)
         if times != 1:
-            raise NoCheckout(f"{tree}/model/llama.py: {old} matches {times} times; see FORK")
+            raise NoCheckout(
+                f"{tree}/model/llama.py: {old} of FORK matches {times} times, must match once"
+            )
     (folder / "alpaca.py").write_text(text)
     program = (tree / "pretrain_llama.py").read_text()
     program, times = re.subn(r"\bfrom model\.llama import\b", "from alpaca import", program)
     if times != 1:
-        raise NoCheckout(f"{tree}/pretrain_llama.py: imports from model.llama {times} times")
+        raise NoCheckout(f"{tree}/pretrain_llama.py: imports model.llama {times} times, not once")
     (folder / "pretrain_alpaca.py").write_text(program)
 
 
@@ -261,7 +263,7 @@ def train(script: Path, folder: Path, run: Run) -> str:
     for rank, code in sorted(codes.items()):
         if code:
             said = (folder / f"err.{rank}").read_text().strip() or "nothing on stderr"
-            return f"rank {rank} ended with {code}: {said.splitlines()[-1]}"
+            return f"rank {rank} ended with exit code {code}: {said.splitlines()[-1]}"
     return ""
 
 

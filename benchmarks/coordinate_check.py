@@ -59,7 +59,7 @@ def with_flags(base: Sequence[str], more: Sequence[str]) -> dict[str, list[str]]
         elif name:
             flags[name].append(word)
         else:
-            raise ValueError(f"{word}: a flag of pretrain_llama.py comes first after --")
+            raise ValueError(f"{word}: the first word after -- must be a flag of pretrain_llama.py")
     return flags
 
 
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words[:at])
     args.widths = sorted(set(args.widths))
     if len(args.widths) < 2 or args.steps < 1 or args.seeds < 1:
-        raise ValueError("give two --widths or more, and one step and one seed or more")
+        raise ValueError("give at least two --widths, and --steps and --seeds of at least 1")
     if args.output:
         check_name(args.output)
     flags = with_flags(BASE, words[at + 1 :])

@@ -61,7 +61,7 @@ def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
     for step in steps:
         names = [{path.name for path in (folder / step).iterdir()} for folder in (want, got)]
         if names[0] != names[1]:
-            return f"{step}: only one of both has {sorted(names[0] ^ names[1])}"
+            return f"{step}: only one side has {sorted(names[0] ^ names[1])}"
         by_kind = sorted(names[0], key=lambda n: (n == "manifest.json", n.endswith("json"), n))
         for name in by_kind:
             one, other = want / step / name, got / step / name
@@ -104,7 +104,7 @@ def file_differs(one: Path, other: Path) -> str:
         return value_differs(here, there, more=one.name == "state.json")
     here, there = load_file(one), load_file(other)
     if here.keys() != there.keys():
-        return f"only one of both has {sorted(here.keys() ^ there.keys())[:3]}"
+        return f"only one side has {sorted(here.keys() ^ there.keys())[:3]}"
     for name, tensor in here.items():
         if where := tensor_differs(tensor, there[name]):
             return f"{name}: {where}"

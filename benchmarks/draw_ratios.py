@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw docs/ratios.svg, a dot for each measured ratio of docs/performance.md, and print ranges.
 
-    python benchmarks/draw_ratios.py            writes docs/ratios.svg and prints a line a table
+    python benchmarks/draw_ratios.py            writes docs/ratios.svg, prints a line for each table
     python benchmarks/draw_ratios.py --check    writes nothing; exits 1 if the picture differs
 
 Ratios are the bold numbers of that page's tables. All are drawn as speeds: above 1, Weft is faster.
@@ -54,7 +54,7 @@ def ratios(page: str) -> Ratios:
 
 
 def draw(found: Ratios, path: Path) -> None:
-    """Draw a row a table, a dot a ratio, the range at its end."""
+    """Draw a row for each table: a dot for each ratio, and the range at its end."""
     title = "Speed of Weft over its peer, on a CPU"
     about = "each dot is one measured case on 2 cores; of eager, compiled on another CPU"
     tall = 1.4 + 0.34 * len(found)

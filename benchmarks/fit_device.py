@@ -31,7 +31,7 @@ from benchmarks.planning.published_rows import (  # noqa: E402
 )
 from forecast.device_file import Device, path_of, read_device  # noqa: E402
 
-CAP = math.log(2)  # largest error that counts, a factor of 2, as there are failures among the runs
+CAP = math.log(2)  # largest error that counts, a factor of 2, as some of the runs had failures
 ROUNDS, RUNS = 3, 160
 START = {  # initial values, independent of the files; attention's depends on the device
     "ramp": 96.0, "memory_share": 0.85, "kernel_seconds": 2e-6,
@@ -55,7 +55,7 @@ CARRIED = {"h100": ("h200", "b200"), "a100": ()}  # devices without published ru
 WITH = {"matmul": "matmul.float8", "attention.flash.forward": "attention.flash.backward"}
 BACKWARD = 0.8  # of the forward's rate; FlashAttention-2, 4.1
 HOST, HOST_START = (1e-5, 4e-3), (3e-4, 1e-4, 1e-3, 2e-3, 3e-3)  # host seconds per layer
-NODE, LEAST_MFU = 8, 0.1  # slower runs of several nodes have waits that no constant describes
+NODE, LEAST_MFU = 8, 0.1  # slower runs on several nodes have waits that are not modelled
 
 
 def is_fitted(group: str) -> bool:

@@ -97,7 +97,7 @@ def run(words: list[str], ranks: int) -> None:
 def differences(ours: Losses, theirs: Losses) -> Losses:
     """Return |ours - theirs| of each iteration. Raises ValueError if the iterations differ."""
     if ours.keys() != theirs.keys() or not ours:
-        raise ValueError(f"{len(ours)} and {len(theirs)} losses, of other iterations")
+        raise ValueError(f"{len(ours)} and {len(theirs)} losses, of different iterations")
     return {i: abs(ours[i] - theirs[i]) for i in ours}
 
 

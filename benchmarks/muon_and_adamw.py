@@ -54,9 +54,9 @@ def held_out(args: argparse.Namespace, name: str, rate: float, seed: int) -> flo
     log, done = folder / "log.jsonl", folder / "done.json"
     if not done.exists():
         if spent(args) > 60 * args.cpu_minutes:
-            sys.exit(f"{spent(args) / 60:.1f} CPU minutes are over (--cpu-minutes)")
+            sys.exit(f"the runs took {spent(args) / 60:.1f} CPU minutes: more than --cpu-minutes")
         if args.runs <= 0:
-            print("some runs are left: call it again", flush=True)
+            print("some runs are left: start this command again", flush=True)
             sys.exit(LATER)
         args.runs -= 1
         before = cpu_seconds()

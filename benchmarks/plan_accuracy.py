@@ -186,7 +186,7 @@ def cells(rows: Sequence[Row], told: Predictions, measured: Array, ok: Truths, o
     """
     ours, perfect, thumb = [], [], []
     rules = rules_of_thumb(rows, told.rate)
-    print(f"  {of}; perfect: of who knows the true rates, where repeats differ by {APART:.0%}: "
+    print(f"  {of}; perfect: predictions equal to true rates, if repeats differ by {APART:.0%}: "
           "median (5 to 95 %)")  # fmt: skip
     for cell in dict.fromkeys(row.group for row in rows):
         at = np.array([n for n, row in enumerate(rows) if row.group == cell])

@@ -182,7 +182,7 @@ def logistic(
 def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Return whether each run stalls: whether it is slower than predicted by enough.
 
-    That is, by more than 0.4 of a predicted stall and 0.3 of the predicted step.
+    Enough is more than 0.4 of a predicted stall and 0.3 of the predicted step.
     """
     alone = times(c, runs).step
     extra = measured - alone

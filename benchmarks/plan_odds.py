@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     other = [row.profile for row in table.rows if row.profile != odds.PROFILE]
     if other or not table.rows:
         what = f"runs of {other[0]}" if other else "no runs"
-        print(f"{args.runs}: has {what}; the odds are those of {odds.PROFILE}", file=sys.stderr)
+        print(f"{args.runs}: has {what}; odds are known for {odds.PROFILE} only", file=sys.stderr)
         return 2
     told = predict(table.rows)
     found = odds.beside(table.rows, odds.fitted(), told.gib)

@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
         for row in left:
             table.writerow((row.name, "", "", "", "", "", "", "", row.why))
     print("\n".join(summary(results)))
-    print(f"{len(left)} rows are not predicted; {args.out} says why, and has every error")
+    print(f"{len(left)} rows are not predicted; {args.out} has the reasons and all errors")
     return 0
 
 

@@ -163,10 +163,10 @@ def read_device(name: str) -> Device:
                for key, unit in NUMBERS.items()}  # fmt: skip
     unknown = sorted(content["numbers"].keys() - NUMBERS.keys())
     if unknown:
-        raise DeviceFileError(f"{path}: numbers has {unknown[0]}, which nothing reads")
+        raise DeviceFileError(f"{path}: numbers has the unknown key {unknown[0]}")
     levels = tuple(_level(path, level) for level in content["levels"])
     if not levels or levels[-1].ranks != 0 or any(level.ranks < 2 for level in levels[:-1]):
-        raise DeviceFileError(f"{path}: the last level must have ranks 0, the others at least 2")
+        raise DeviceFileError(f"{path}: the last level must have ranks 0, all others at least 2")
     other = {
         key: _number(path, key, _other(entry), NUMBERS[key])[0]
         for key, entry in content["numbers"].items()
@@ -201,24 +201,24 @@ def _row(path: Path, content: dict[str, Any]) -> Gpu:
     wanted = {*Gpu._fields} - {"driver"}
     if content.keys() != wanted:
         odd = sorted(content.keys() ^ wanted)[0]
-        fault = "is missing" if odd in wanted else "is none that is read"
+        fault = "is missing" if odd in wanted else "is unknown"
         raise DeviceFileError(
-            f"{path}: {odd} {fault}; a GPU has {', '.join(sorted(wanted))}, in the units of "
+            f"{path}: {odd} {fault}; the keys are {', '.join(sorted(wanted))}, in the units of "
             "training/run/gpus.py"
         )
     bases = sorted(file.stem for file in FOLDER.glob("*.json"))
     if content["like"] not in bases:
-        raise DeviceFileError(f"{path}: like is {content['like']!r}, not of {', '.join(bases)}")
+        raise DeviceFileError(f"{path}: like is {content['like']!r}, not one of {', '.join(bases)}")
     pair = content["capability"]
     if not isinstance(pair, list) or [type(part) for part in pair] != [int, int]:
-        raise DeviceFileError(f"{path}: capability is {pair!r}, not two whole numbers: [8, 9]")
+        raise DeviceFileError(f"{path}: capability is {pair!r}, not two whole numbers, as [8, 9]")
     if not all(isinstance(content[key], str) for key in ("name", "source")):
-        raise DeviceFileError(f"{path}: name and source must be texts")
+        raise DeviceFileError(f"{path}: name and source must be strings")
     for key in wanted - {"name", "like", "capability", "source"}:
         value, least = content[key], 0 if key == "float8" else 1e-9
         right = isinstance(value, int | float) and not isinstance(value, bool)
         if not right or not least <= value < 1e7:
-            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number above 0")
+            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number above 0, below 1e7")
     return gpu_of({**content, "driver": content["name"], "capability": tuple(pair)})
 
 
@@ -230,7 +230,7 @@ def _other(entry: dict[str, Any]) -> Any:
 
 def _level(path: Path, level: Any) -> Level:
     if not isinstance(level, dict) or type(level.get("ranks")) is not int or "name" not in level:
-        raise DeviceFileError(f"{path}: each of levels must have a name, and ranks, a whole number")
+        raise DeviceFileError(f"{path}: each level must have a name and ranks, a whole number")
     values = {key: _number(path, key, level.get(key), unit) for key, unit in LEVEL.items()}
     return Level(
         str(level["name"]),
@@ -244,9 +244,9 @@ def _level(path: Path, level: Any) -> Level:
 def _number(path: Path, key: str, entry: Any, unit: str) -> tuple[float, ...]:
     """Return an entry's value, or its values by PROTOCOLS."""
     if not isinstance(entry, dict) or entry.keys() - {"other"} != {"value", "unit", "source"}:
-        raise DeviceFileError(f"{path}: {key} must have a value, a unit and a source, and no more")
+        raise DeviceFileError(f"{path}: {key} must be an object with only value, unit and source")
     if entry["unit"] != unit:
-        raise DeviceFileError(f"{path}: {key} is in {unit}, not in {entry['unit']}")
+        raise DeviceFileError(f"{path}: the unit of {key} must be {unit}, not {entry['unit']}")
     if not isinstance(entry["source"], str) or len(entry["source"]) < 10:
         raise DeviceFileError(
             f"{path}: the source of {key} is {entry['source']!r}: it must say where the value is "
@@ -258,7 +258,7 @@ def _number(path: Path, key: str, entry: Any, unit: str) -> tuple[float, ...]:
         raise DeviceFileError(f"{path}: {key} must have a value for each of {', '.join(PROTOCOLS)}")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number of at least 0")
+            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number from 0 to 1e18")
     if unit.startswith("share") and values[0] > 1:
-        raise DeviceFileError(f"{path}: {key} is {values[0]}, and a share of a peak is at most 1")
+        raise DeviceFileError(f"{path}: {key} is {values[0]}, but a share must be at most 1")
     return tuple(float(value) for value in values)

@@ -44,8 +44,8 @@ from training.settings.stages import tokens_at
 from training.settings.update_rules import optimizer_groups
 
 NO_VOCABULARY = (
-    "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
-    "tokenizer is here; give --vocab-size"
+    "parameters, memory, FLOPs and traffic: they depend on the vocabulary size, and there is no "
+    "tokenizer file; give --vocab-size"
 )
 REHEARSAL = (
     "--rehearse instead of --dry-run runs the steps of a rank on a simulated device: launches, "
@@ -185,7 +185,7 @@ def _layout(config: Config) -> list[str]:
         f"data-parallel group of rank 0: {_few(grid.dp.ranks)}",
     ]
     if p.rank_order != ParallelConfig.rank_order:
-        lines.insert(1, f"ranks count along the axes in the order {p.rank_order}, fastest first")
+        lines.insert(1, f"rank numbers go along the axes {p.rank_order}, the first one fastest")
     if cp > 1:
         lines.insert(-1, f"context-parallel group of rank 0: {_few(grid.cp.ranks)}")
         lines += context_parallel.lines(config)
@@ -255,17 +255,17 @@ def _memory(
     remarks = {
         "parameters": dtype,
         "gradients": "bf16" if p.main_grads_dtype == "bf16" and level < 2 else acc,
-        "masters": "fp32" if apart else "none: the parameters take their place",
+        "masters": "fp32" if apart else "none: the parameters are updated themselves",
         "moments": _state_names(config),
         OTHER_STATE: "index of the gradient norm, RoPE tables, a micro-batch",
         UNSHARDED: "during a part of a step, until they are summed",
         GATHERED: "during a part of a step",
-        WEIGHT_ROWS: "rows of w and of w^T, made once a step (--no-fp8-weight-cache: not kept)",
+        WEIGHT_ROWS: "w and w^T, quantized once a step (not kept with --no-fp8-weight-cache)",
         ACTIVATIONS: f"recomputed: {again}; one micro-batch",
         LOGITS: "one micro-batch; their gradient takes the same memory",
-        MESSAGES: "between stages: on their way, or what a stage keeps of its input",
+        MESSAGES: "between stages: in flight, or the inputs that a stage keeps",
         WORKING: "one action's gathered inputs, partial sums and gradients",
-        WORKSPACES: "cuBLAS's, on Hopper or later; less before",
+        WORKSPACES: "of cuBLAS, on Hopper or later; less on older GPUs",
     }
     away = (p.optimizer_cpu_offload and p.device != "cpu") or p.optimizer_state_offload
     if away:
@@ -292,8 +292,8 @@ def _memory(
     lines.append(f"{'total':<19} {in_units(total):>10}  {more} on top")
     if start:
         lines.append(
-            f"{'at the start':<19} {in_units(start):>10}  of the rank that needs most then: before "
-            "the first message each chunk runs once, on weights of zeros"
+            f"{'at the start':<19} {in_units(start):>10}  of the rank with the highest peak in the "
+            "warm-up: before the first message each chunk runs once, on weights of zeros"
         )
     if host := recording.most(HOST):
         what = ["activations"] * config.gpu.cpu_offload_activations
@@ -339,7 +339,7 @@ def _batch(config: Config) -> list[str]:
     tokens = tokens_at(config, samples)
     lines.append(f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens in all")
     if len({stage.length for stage in config.stages}) > 1:
-        lines.append(f"all else on this page is of the stages on rows of {s:,}, the longest")
+        lines.append(f"all other numbers are of the stages with the longest rows, {s:,} tokens")
     return lines
 
 

@@ -41,7 +41,7 @@ def fit_lines(
     device = gpu_of(config)
     limit = available(device["memory"])
     gpu = f"{in_units(device['memory'])} ({in_units(limit)} available)"
-    which_gpu = f"that is {device.name}; --rehearse-device names another GPU"
+    which_gpu = f"this is {device.name}; --rehearse-device chooses another GPU"
     if total <= limit:
         return [f"fits a GPU of {gpu}, with {in_units(limit - total)} to spare", which_gpu]
     rows = []
@@ -55,14 +55,14 @@ def fit_lines(
     if not rows:
         return [f"does NOT fit a GPU of {gpu}, and no single flag saves memory", which_gpu]
     enough = [size for size, _, _ in rows if size <= limit]
-    which = "each of these, by itself" if enough else "none of these, by itself, is enough"
+    which = f"{'each' if enough else 'none'} of these flags is enough by itself"
     lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - limit)} too much; {which}:"]
     width = max(len(name) for _, name, _ in rows)
     for size, name, saves in rows:
         verdict = f"fits, {in_units(size)}" if size <= limit else f"{in_units(size)}, too much"
         lines.append(f"  {name:<{width}}  {saves}: {verdict}")
     if enough and len(enough) < len(rows):
-        lines[0] = lines[0].replace("each of these, by itself", "by itself")
+        lines[0] = lines[0].replace("each of these flags is enough", "each flag")
     lines.append(which_gpu)
     if config.parallel.gradient_ranks == 1:
         lines.append("  with one data-parallel rank --zero-stage shards nothing")

@@ -32,8 +32,8 @@ def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
     config = with_vocabulary(config)
     if config.model.vocab_size is None:
         raise ValueError(
-            f"--memory-picture {config.run.memory_picture}: memory depends on the vocabulary, and "
-            "no file of a tokenizer is here; give --vocab-size"
+            f"--memory-picture {config.run.memory_picture}: memory depends on the vocabulary size, "
+            "and there is no tokenizer file; give --vocab-size"
         )
     size = config.parallel.pipeline_model_parallel_size
     found, p = recordings_of(config, script), config.parallel

@@ -56,7 +56,7 @@ LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"
 WINDOW = "a window"
 CLIP, LOGIT = "--qk-clip", "--log-max-attention-logit"
 Z_LOSS = "--output-z-loss-coeff"
-NO_CORE = "no layer attends by mpu.layers.context_attention.core_attention_of(ctx)"
+NO_CORE = "no layer uses mpu.layers.context_attention.core_attention_of(ctx)"
 BY = {
     LOSS: "its loss is not computed by mpu.layers.cross_entropy.output_loss",
     ATTENTION: NO_CORE,
@@ -92,10 +92,10 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
                 line = ContextAttention.compute.__code__.co_firstlineno
                 raise ValueError(
                     f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
-                    f"{stage.first} of --model-file {config.model.model_file} sends nothing to the "
-                    "other ranks, so its tokens would not see theirs. Its attention must be "
-                    f"core_attention_of(ctx) (mpu/layers/context_attention.py:{line}), or exchange "
-                    "keys over ctx.grid.cp itself"
+                    f"{stage.first} of --model-file {config.model.model_file} sends nothing over "
+                    "the context-parallel group, so tokens would not attend to those of other "
+                    "ranks. Its attention must be core_attention_of(ctx) "
+                    f"(mpu/layers/context_attention.py:{line}), or exchange keys over ctx.grid.cp"
                 )
 
 
@@ -129,21 +129,21 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         if flag not in listener.used:
             value = f" {backend}" if flag == ATTENTION else ""
             made = _maker_of_attention(model) if flag.endswith("selective") else ""
-            raise ValueError(f"{flag}{value}: {file} does not obey it: {BY[flag]}{made}")
+            raise ValueError(f"{flag}{value}: {file} does not support it: {BY[flag]}{made}")
         if flag == LOSS and listener.own_logits:
             raise ValueError(
-                f"{flag}: the method logits of {file} returns something else than its head does, "
-                "and the loss in chunks multiplies by the head's weight alone: omit the flag"
+                f"{flag}: the method logits of {file} does not return the output of its head, but "
+                "the loss in chunks multiplies by the head's weight only: omit the flag"
             )
     if config.optimizer.qk_clip:
         _check_clip(model, file, len(listener.cores))
     if backend == "fused" and WINDOW in listener.used:
-        raise ValueError(f"{ATTENTION} fused: {file} attends in windows; use flash or auto")
+        raise ValueError(f"{ATTENTION} fused: {file} has attention windows; use flash or auto")
     for name in g.offload_modules:
         if name not in listener.used:
             raise ValueError(
-                f"--offload-modules {name}: {file} does not call this module, so what it keeps "
-                "would stay: name the module whose forward is called"
+                f"--offload-modules {name}: {file} does not call this module's forward, so none "
+                "of its activations would be offloaded: name the module whose forward is called"
             )
     if p.norm_backend != "weft":
         flag = f"--norm-backend {p.norm_backend}"
@@ -159,7 +159,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         getattr(each, "output_layer", False) for each in model.modules()
     ):
         raise ValueError(
-            f"--defer-embedding-wgrad-compute: {file} does not obey it: its head is no "
+            f"--defer-embedding-wgrad-compute: {file} does not support it: its head must be a "
             "ColumnParallelLinear(output_layer=True)"
         )
 
@@ -191,8 +191,8 @@ def _check_clip(model: nn.Module, file: str, cores: int) -> None:
     linears = [name for name, m in model.named_modules() if _makes_qkv(m)]
     if len(linears) != cores:
         raise ValueError(
-            f"{CLIP}: {file} attends in {cores} layers and makes queries and keys by qkv_linear "
-            f"(mpu/layers/qkv.py) in {len(linears)}: each attention must have one"
+            f"{CLIP}: {file} has attention in {cores} layers, but makes queries and keys by "
+            f"qkv_linear (mpu/layers/qkv.py) in {len(linears)}: each layer must use it"
         )
     for name in linears:
         attention = model.get_submodule(name.rpartition(".")[0])
@@ -201,9 +201,9 @@ def _check_clip(model: nn.Module, file: str, cores: int) -> None:
             if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 at = f"{name.rpartition('.')[0]}.{own}"
                 raise ValueError(
-                    f"{CLIP}: {file} has {at} between queries or keys and their product, and a "
-                    f"norm there undoes what is clipped: omit the flag; {LOGIT} shows the "
-                    "largest logit"
+                    f"{CLIP}: {file} has {at} between queries or keys and their product, which "
+                    "undoes the scaling of their weights if it is a norm: omit the flag; "
+                    f"{LOGIT} shows the largest logit"
                 )
 
 
@@ -227,11 +227,11 @@ def _used_flags(
 ) -> None:
     """Raise ValueError if `found` has no module, or one whose forward did not use `what`."""
     if not found:
-        raise ValueError(f"{flag}: {file} does not obey it: no module of a layer takes {what}")
+        raise ValueError(f"{flag}: {file} does not support it: no module of a layer has {what}")
     for name, module in found.items():
         if name not in listener.used:
             raise ValueError(
-                f"{flag}: {name} of {file} does not obey it: the forward of "
+                f"{flag}: {name} of {file} does not support it: the forward of "
                 f"{type(module).__name__} does not use {what}"
             )
 

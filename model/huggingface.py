@@ -45,8 +45,8 @@ def read_config(
             if len(value) > LONGEST:
                 value = f"{value[:LONGEST]} ..."
             raise ValueError(
-                f"config.json: {field} is {value}, which the file of {model_type!r} models does "
-                "not compute; --model-file names another"
+                f"config.json: {field} is {value}, which the model file of {model_type!r} does not "
+                "support: give a --model-file that does"
             )
     if not own.keys() & MULTIPLIERS:  # a fork may read them into fields of its own
         own |= _multipliers(hf)
@@ -115,8 +115,8 @@ def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
     for key, value in inside.items():
         if isinstance(value, Mapping) or key.endswith("_attention"):
             raise ValueError(
-                f"config.json: {name} has {key} {value!r}: rotary positions of some layers alone "
-                "are not available"
+                f"config.json: {name} has {key} {value!r}: RoPE with different settings for some "
+                "layers is not supported"
             )
     top = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if k in hf}
     places = (hf, inside, {ORIGINAL: hf.get("max_position_embeddings", 2048)})
@@ -154,7 +154,7 @@ def _rotary(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
         names = ("rope_type", "factor", "low_freq_factor", "high_freq_factor")
         has = ", ".join(f"{name} {rope[name]!r}" for name in names if name in rope)
         raise ValueError(
-            f"config.json: rope_scaling has {has}: only Llama 3.1's rule, yarn and linear are known"
+            f"config.json: rope_scaling has {has}: must be Llama 3.1's rule, yarn or linear"
         )
     ratio = "factor" in rope and rope["factor"] is None
     factor = positions / length if ratio else number("factor")

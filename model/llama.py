@@ -140,9 +140,9 @@ class Attention(nn.Module):
         r = config.rotary_size
         self.rotary = 0 if r == d else r  # elements of a head that RoPE rotates; 0: all
         if r != d and (r % 2 or not 0 < r < d):
-            raise ValueError(f"rotary_size is {r}: it must be even, from 2 to {d}, a head's size")
+            raise ValueError(f"rotary_size is {r}: it must be even, from 2 to the head size, {d}")
         if self.rotary and config.softmax_scale:
-            raise ValueError("softmax_scale: RoPE must rotate whole heads, as it scales them")
+            raise ValueError(f"rotary_size is {r}: with softmax_scale it must be {d}, a whole head")
         self.core = recompute.selective(core_attention_of(ctx))
         self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx, bias=self.qkv_bias)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)

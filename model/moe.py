@@ -73,7 +73,7 @@ class MoEConfig(LlamaConfig):
         for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
             size = getattr(self, name)
             self._rule(name, 0 <= size <= 1 << 23, f"{integer} from 0 to {1 << 23}")
-        rule = "a whole number, or 1 and 0 for each layer"
+        rule = f"a whole number >= 0, or 0 or 1 for each of {layers} layers"
         listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
         self._rule("moe_layer_freq", listed or isinstance(freq, int) and freq >= 0, rule)
         object.__setattr__(self, "moe_layer_freq", self._same_layers())
@@ -83,13 +83,13 @@ class MoEConfig(LlamaConfig):
         self._rule("moe_router_topk_scaling_factor", 0 < factor < float("inf"), "above 0")
         if self.moe_router_topk == 1 and score == "softmax" and not self.moe_router_pre_softmax:
             raise ValueError(
-                "--moe-router-topk 1: the softmax over one chosen expert is 1 whatever the router "
-                "says, so it would not be trained: give --moe-router-pre-softmax"
+                "--moe-router-topk 1: the softmax over one chosen expert is always 1, so the "
+                "router would not be trained: give --moe-router-pre-softmax"
             )
         if self.moe_router_enable_expert_bias and score != "sigmoid":
             raise ValueError(
-                f"--moe-router-enable-expert-bias is a bias of sigmoid scores: with "
-                f"--moe-router-score-function {score} leave it out"
+                "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, "
+                f"not {score}"
             )
         self._check_groups()
 
@@ -97,13 +97,13 @@ class MoEConfig(LlamaConfig):
         groups, best = self.moe_router_num_groups, self.moe_router_group_topk
         e, k = self.num_experts, self.moe_router_topk
         if not groups:
-            rule = "left out where there is no --moe-router-num-groups"
+            rule = "0 (its default) without --moe-router-num-groups"
             return self._rule("moe_router_group_topk", best == 0, rule)
         self._rule("moe_router_num_groups", e % groups == 0, f"a divisor of the {e} experts")
         rule = f"a whole number from 1 to the {groups} groups that divides --moe-router-topk {k}"
         self._rule("moe_router_group_topk", 1 <= best <= groups and k % best == 0, rule)
         size = e // groups
-        rule = f"at least {k // size + (k % size > 0)}: a group has {size} experts, and a token {k}"
+        rule = f"at least {-(-k // size)}: --moe-router-topk is {k}, and a group has {size} experts"
         self._rule("moe_router_group_topk", best * size >= k, rule)
 
     def _rule(self, name: str, valid: bool, rule: str) -> None:
@@ -501,7 +501,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
     if kind in MISSING:
         raise ValueError(missing_in(kind))
     raise ValueError(
-        f"config.json: model_type is {kind!r}, and this --model-file's are 'mixtral', 'qwen3_moe', "
+        f"config.json: model_type is {kind!r}: this --model-file reads 'mixtral', 'qwen3_moe', "
         "'dots1' and 'moe'"
     )
 
@@ -545,8 +545,8 @@ def _read(
     if normalised and own["moe_router_topk"] == 1:
         also = "" if kind == "mixtral" else f", norm_topk_prob {hf['norm_topk_prob']}"
         raise ValueError(
-            f"config.json: num_experts_per_tok is 1{also}: normalised, the weight of a token's one "
-            "expert is 1 whatever the router says, which would not be trained"
+            f"config.json: num_experts_per_tok is 1{also}: the normalised weight of one expert is "
+            "always 1, so the router would not be trained"
         )
     made: MoEConfig = read_hf_config(hf, kind, MoEConfig, rules, **own)
     same = made.moe_ffn_hidden_size == made.ffn_hidden_size

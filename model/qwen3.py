@@ -36,8 +36,8 @@ class Attention(llama.Attention):
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         if ctx.qk_clip is not None:
             raise ValueError(
-                "--qk-clip: this model normalises queries and keys, which undoes what is clipped: "
-                "omit the flag; --log-max-attention-logit shows the largest logit"
+                "--qk-clip: this model normalises queries and keys, which undoes the scaling of "
+                "their weights: omit the flag; --log-max-attention-logit shows the largest logit"
             )
         super().__init__(config, ctx, recompute)
         d, eps, region = config.head_size, config.norm_epsilon, Region.TENSOR_PARALLEL

@@ -44,7 +44,7 @@ def own_gpu(launch: Launch) -> torch.device:
     """
     count = torch.cuda.device_count()
     if not count:
-        raise ValueError("there is no CUDA device here: use --device cpu")
+        raise ValueError("torch sees no CUDA device: use --device cpu")
     device = torch.device("cuda", launch.local_rank % count)
     torch.cuda.set_device(device)
     return device
@@ -66,8 +66,8 @@ def unusable_gpu() -> str:
             why = str(error).partition("\n")[0].partition(". ")[0]
     if hip:
         here = Path("/dev/kfd")
-        built = f"torch {torch.__version__} is built for ROCm {hip} and sees no device"
-        return f"{here} is here, {built} ({why})" if here.exists() else ""
+        built = f"torch {torch.__version__} (built for ROCm {hip}) sees no device"
+        return f"this machine has {here}, but {built} ({why})" if here.exists() else ""
     return driver.why_unusable(torch.__version__, cuda, why, visible)
 
 

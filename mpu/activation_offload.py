@@ -66,10 +66,10 @@ class _View(NamedTuple):
         flat = self.stored.flat
         if self.version != self.stored.version:
             raise RuntimeError(
-                "--cpu-offload-activations: a tensor that backward needs was changed in place "
-                f"after it was saved, {tuple(self.shape)} of {self.dtype}"
+                f"--cpu-offload-activations: a tensor {tuple(self.shape)} of {self.dtype} was "
+                "changed in place after it was saved for backward"
             )
-        assert flat is not None, "its unit's boundary has run backward before"
+        assert flat is not None, "backward already ran past its unit's boundary"
         return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 

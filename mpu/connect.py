@@ -62,7 +62,7 @@ def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str
         return []
     try:
         if grid.pp.size > 1:
-            raise Unavailable("on GPUs it is not for --pipeline-model-parallel-size > 1")
+            raise Unavailable(f"--pipeline-model-parallel-size {grid.pp.size} must be 1 on GPUs")
         if why := available.why_not():
             raise Unavailable(why)
         from mpu.comm.symmetric_cuda import SMS_LEFT, CudaSymmetricTransport, CudaWorkspace

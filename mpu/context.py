@@ -131,7 +131,7 @@ class LayerContext:
         in that region would be.
         """
         if loss.dim():
-            raise RuntimeError(f"an auxiliary loss is a scalar, not of shape {tuple(loss.shape)}")
+            raise RuntimeError(f"auxiliary loss of shape {tuple(loss.shape)}: it must be a scalar")
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
         loss = loss.to(self.accumulate)
         if torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad):

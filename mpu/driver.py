@@ -66,7 +66,7 @@ def closed() -> str:
     files, first = device_files(), ""
     if not files and version():
         return (
-            "there is no /dev/nvidia0: a container must be given its GPUs (docker run --gpus all)"
+            "there is no /dev/nvidia0: start the container with its GPUs (docker run --gpus all)"
         )
     for file in [*files, *(ROOT / "dev").glob("nvidiactl")]:
         try:
@@ -89,13 +89,13 @@ def why_unusable(torch: str, cuda: "str | None", message: str, visible: "str | N
         how = "install a torch that is built for CUDA"
         if number and int(number.partition(".")[0]) < LEAST[13]:
             how += f" 12 ({OLDER}), as CUDA 13 needs driver {LEAST[13]} or newer"
-        return f"{here} is here and torch {torch} is built without CUDA: {how}"
+        return f"this machine has {here}, but torch {torch} is built without CUDA: {how}"
     how = too_old(cuda) or closed()
     if not how and visible is not None:
-        how = f"CUDA_VISIBLE_DEVICES is {visible!r}, which may name GPUs that are not here"
+        how = f"CUDA_VISIBLE_DEVICES is {visible!r}, which may name GPUs not in this machine"
     how = how or "a GPU in MIG mode needs an instance (nvidia-smi -L lists them)"
     detail = f" ({message})" if message else ""
     return (
-        f"{here} is here, torch {torch} is built for CUDA {cuda} and sees no CUDA device{detail}: "
-        f"{how}"
+        f"this machine has {here}, but torch {torch} (built for CUDA {cuda}) sees no CUDA "
+        f"device{detail}: {how}"
     )

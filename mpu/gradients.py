@@ -181,12 +181,12 @@ class WeightGradientQueue:
 
     def defer(self, output_layer_only: bool = False) -> None:
         """Defer work from now on, of all layers or only of the output layer."""
-        assert self._pending is None, "one backward at a time defers"
+        assert self._pending is None, "another backward is deferring its work"
         self._pending, self._all = deque(), not output_layer_only
 
     def take(self) -> "deque[Callable[[], None]]":
         """Stop deferring, and return the pending work, oldest first."""
-        assert self._pending is not None, "nothing was deferred"
+        assert self._pending is not None, "defer() was not called"
         pending, self._pending = self._pending, None
         return pending
 

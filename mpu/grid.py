@@ -74,7 +74,7 @@ def launch_of(world: int) -> Launch:
         return launch if (launch.rank, launch.world) == (rank, size) else Launch(rank, size)
     if launch.world == 1:
         raise ValueError(
-            f"a grid of {world} ranks, and nothing says which rank this process is: start with "
+            f"a grid of {world} ranks, but the rank of this process is not known: start with "
             "torchrun or srun, or give launch=Launch(rank, world)"
         )
     return launch
@@ -150,9 +150,9 @@ class Grid:
         parts = self.tp_size * self.cp_size * self.pp_size
         if min(self.tp_size, self.cp_size, self.pp_size) < 1 or self.world_size % parts:
             raise ValueError(
-                f"the world of {self.world_size} ranks does not divide into tensor "
-                f"{self.tp_size} x context {self.cp_size} x pipeline {self.pp_size} "
-                f"(= {parts} ranks a model copy)"
+                f"the world size, {self.world_size}, must be a multiple of tensor "
+                f"{self.tp_size} x context {self.cp_size} x pipeline {self.pp_size} = {parts}, the "
+                "ranks of a model copy"
             )
         assert sorted(self.order) == sorted(ORDER), self.order
         if self.launch is ASK:
@@ -160,13 +160,13 @@ class Grid:
         if self.launch.world != self.world_size:
             raise ValueError(
                 f"a grid of {self.world_size} ranks, but the launcher started {self.launch.world}: "
-                "give the world's size, or launch=Launch(rank, world)"
+                "give the grid the launcher's world size, or launch=Launch(rank, world)"
             )
         self.dp_size = self.world_size // parts
         self.waits = Waits()  # this rank's waits, on every axis
         self.rank = self.launch.rank
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
+            raise ValueError(f"rank {self.rank} must be from 0 to {self.world_size - 1}")
         if self.ep_size and (stage := self.world_size // self.pp_size) % self.ep_size:
             raise ValueError(
                 f"the {stage} ranks of a pipeline stage do not divide into groups of "

@@ -67,7 +67,7 @@ class Interleaver:
                 pass
             self._resume()
         if self._failed:
-            raise RuntimeError("the other micro-batch failed")
+            raise RuntimeError("the interleaved micro-batch failed")
 
     def run(
         self,
@@ -80,7 +80,7 @@ class Interleaver:
         resume: called in the thread of the computation whose turn begins, and at the end in this
         thread. If the first computation fails before the second has begun, the second never runs.
         """
-        assert self._may_run is None, "two run already"
+        assert self._may_run is None, "two computations are already interleaved"
         both = self._may_run = threading.Semaphore(0), threading.Semaphore(0)
         self._now, self._failed, self._resume = 0, False, resume
         results: list[Any] = [None, None]

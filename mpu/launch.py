@@ -162,7 +162,7 @@ class Launch:
         if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
             raise ValueError(
                 f"the environment says rank {launch.rank} of {launch.world}, and on this node "
-                f"{launch.local_rank} of {launch.local_world}: ranks count from 0"
+                f"{launch.local_rank} of {launch.local_world}: a rank must be below the size"
             )
         return replace(launch, point=Rendezvous.from_env()) if launch.world > 1 else launch
 
@@ -178,7 +178,7 @@ class Launch:
         ]
         if not missing:
             if not 0 < (port := _number("MASTER_PORT")) <= MOST_PORT:
-                raise ValueError(f"MASTER_PORT is {port}: it must be 1 to {MOST_PORT}")
+                raise ValueError(f"MASTER_PORT is {port}: it must be from 1 to {MOST_PORT}")
             return
         if not self.launcher:
             raise ValueError(
@@ -188,8 +188,8 @@ class Launch:
         how = "export it before srun, as examples/slurm_ranks.sh does"
         if self.launcher != "srun":
             how = (
-                "give every rank the host of rank 0 in MASTER_ADDR and a free port of it in "
-                "MASTER_PORT (docs/slurm.md)"
+                "on every rank set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free "
+                "port of this host (docs/slurm.md)"
             )
         raise ValueError(
             f"{self.launcher} starts {self.world} ranks but {missing[0]} is not set: {how}"
@@ -219,9 +219,9 @@ def _launcher_of(environ: Mapping[str, str]) -> Names | None:
         if not known and name in environ and environ.get(size) != one:
             raise ValueError(
                 f"{name} is {environ[name]} in the environment, so a launcher started this process "
-                "as one of several, but it does not say which rank of how many, or on which place "
-                "of its node: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (0, 1, 0 and 1 "
-                "for a run of one rank), or start with torchrun, srun or mpirun"
+                "as one of several ranks, but not all of their numbers are set: set RANK, "
+                "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (0, 1, 0 and 1 for a run of one "
+                "rank), or start with torchrun, srun or mpirun"
             )
     return several
 
@@ -236,7 +236,7 @@ def _local_world(names: Names) -> int:
         if not nodes or world % nodes:
             raise ValueError(
                 f"flux runs {world} tasks on {nodes} nodes, and does not say how many on this one: "
-                "start as many on each (flux run --tasks-per-node)"
+                "start the same number on each node (flux run --tasks-per-node)"
             )
         return world // nodes
     return _number(names.local_world)
@@ -273,8 +273,8 @@ def run_secret(text: str | None, path: str | None) -> bytes:
         return b""
     if not SHORTEST <= len(secret) <= LONGEST:
         raise ValueError(
-            f"{name} has {len(secret)} bytes: it must have {SHORTEST} to {LONGEST}, for instance "
-            "those of `openssl rand -hex 32`"
+            f"{name} has {len(secret)} bytes: it must have {SHORTEST} to {LONGEST}, such as the "
+            "output of `openssl rand -hex 32`"
         )
     return secret
 
@@ -287,8 +287,8 @@ def _content(path: str) -> bytes:
             raise ValueError(f"WEFT_SECRET_FILE {path} is not a file")
         if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
             raise ValueError(
-                f"WEFT_SECRET_FILE {path} may be read or written by others: it must be yours and "
-                "have mode 600 or 400"
+                f"WEFT_SECRET_FILE {path} may be read or written by other users: it must belong "
+                "to you and have mode 600 or 400"
             )
         return os.read(fd, LONGEST + 2)
     finally:

@@ -48,8 +48,8 @@ def meta_hint(error: BaseException) -> str:
     if VALUES.search(text):
         return (
             ": the model asks for values (a boolean index, nonzero, unique, .item(), an `if` of a "
-            "tensor), and its plan is made on meta tensors, which have shapes alone: multiply by "
-            "a mask, or use torch.where, so that no shape depends on a value"
+            "tensor), but meta tensors, on which memory is planned, have shapes only: multiply by "
+            "a mask or use torch.where, so that no shape depends on a value"
         )
     return ": the model makes a tensor without device=ctx.device"
 
@@ -199,7 +199,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
             return kwargs[written]
     tensors = [a for a in args if isinstance(a, Tensor)]
     if any(t.dim() and not t.is_meta for t in tensors):
-        raise RuntimeError(f"{name}: expected all tensors on one device, meta; one is elsewhere")
+        raise RuntimeError(f"{name}: expected all tensors on device meta, but one is on another")
     shape = _broadcast(tensors)
     if name in _COMPARE:
         dtype = torch.bool
@@ -231,7 +231,7 @@ def _broadcast(tensors: list[Tensor]) -> torch.Size:
     sizes = list(zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1))
     if any(len({*some} - {1}) > 1 for some in sizes):
         shapes = " and ".join(str(list(t.shape)) for t in tensors)
-        raise RuntimeError(f"the shapes {shapes} do not fit together")
+        raise RuntimeError(f"the shapes {shapes} cannot be broadcast")
     return torch.Size([next((n for n in some if n != 1), 1) for some in sizes][::-1])
 
 

@@ -30,7 +30,7 @@ def too_old(torch: str) -> str:
     """Return why a version of torch cannot run Weft, or ""."""
     if release(torch) >= release(OLDEST):
         return ""
-    return f"torch {torch} is older than {OLDEST}, the oldest that Weft runs with"
+    return f"torch {torch} is older than {OLDEST}, the oldest that Weft supports"
 
 
 def untested(torch: str) -> str:
@@ -64,7 +64,7 @@ def sentence(module: str) -> str:
     if python.exists() and Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         return f"{text}: activate the environment, `source {ROOT}/.venv/bin/activate`"
     here = "a container needs the packages of pyproject.toml (examples/docker/Dockerfile.ngc)"
-    return f"{text}: `make setup` makes .venv with them; {here}"
+    return f"{text}: `make setup` installs them in .venv; {here}"
 
 
 def explain_missing_packages() -> None:
@@ -81,7 +81,7 @@ def explain_missing_packages() -> None:
     except PackageNotFoundError:
         why = ""  # missing packages are reported when they are imported
     if why:
-        sys.exit(_ended(f"{why}: {sys.executable}; `make setup` makes .venv with another"))
+        sys.exit(_ended(f"{why}: {sys.executable}; `make setup` installs a newer one in .venv"))
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):

@@ -119,7 +119,7 @@ class Placement:
             each.append((name, rows, rows_of[name]))
             rows_of[name] += rows
         if self.dim and len(rows_of) < len(names):
-            raise PlacementError(f"{names[0]}: sections that are cut by columns need a name each")
+            raise PlacementError(f"{names[0]}: sections cut by columns need different names")
         if self.whole_sections:  # this rank's run of sections, which are not cut
             run = len(sizes) // t
             each, t, r = each[r * run : (r + 1) * run], 1, 0
@@ -227,7 +227,7 @@ def tie(param: nn.Parameter, axis: Axis) -> None:
     if axis.name in (reduced.name for reduced in place.reduce_axes):
         raise PlacementError(
             f"a weight of shape {list(place.shape)} is tied over {axis.name} twice: its gradient "
-            "would be added twice"
+            "would be summed twice"
         )
     param.placement = replace(  # type: ignore[attr-defined]
         place, reduce_axes=(*place.reduce_axes, axis), copies=(*place.copies, axis)

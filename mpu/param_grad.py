@@ -36,20 +36,20 @@ UNSUMMED = (
     "last backward of a step and before optimizer.step()"
 )
 STALE = (
-    "a gradient would be added to the sum of the step before: call optimizer.zero_grad() between "
+    "a gradient would be added to the sum of the previous step: call optimizer.zero_grad() between "
     "optimizer.step() and the next backward"
 )
 TWICE = (
-    "finish_grad_sync was called, and no gradient has been added since it was called before: call "
-    "it once a step, after the last backward"
+    "finish_grad_sync was called, but no gradient has been added since its last call: call it "
+    "once a step, after the last backward"
 )
 DRAW = (
-    "draw it alike on all of them (draw_normal of mpu/param.py, or one torch.manual_seed before "
-    "the model is built), or say by a Placement how it is cut (docs/library.md)"
+    "initialize it equally on all of them (draw_normal of mpu/param.py, or one torch.manual_seed "
+    "before the model is built), or give it a Placement if it is sharded (docs/library.md)"
 )
 REMEDY = (
-    "say where it is used, as in ctx.replicated(nn.LayerNorm(h), Region.SEQUENCE_PARALLEL), and it "
-    "is summed (docs/library.md)"
+    "give the region where it is used, as in ctx.replicated(nn.LayerNorm(h), "
+    "Region.SEQUENCE_PARALLEL), so that its gradient is summed (docs/library.md)"
 )
 Named = list[tuple[str, nn.Parameter]]
 
@@ -81,7 +81,7 @@ class ParamGrad(GradientSink):
         if param not in self._drawn and not param.is_meta:
             if bool(param.detach().isnan().any()):
                 raise ValueError(
-                    f"{self.name_of(param)} is used, and has no values yet: draw "
+                    f"{self.name_of(param)} is used before it has values: initialize "
                     "it before the first forward (draw_normal of mpu/param.py, or nn.init)"
                 )
             self._drawn.add(param)
@@ -126,7 +126,7 @@ class ParamGrad(GradientSink):
         stage = [each for each in every if each[0] == grid.pp.rank]
         wrong = [each[1] for each in every if each[1]]
         if not wrong and any(each[2] != names for each in stage):
-            wrong = ["the ranks gave finish_grad_sync models with other parameters"]
+            wrong = ["finish_grad_sync got models with different parameters on the ranks"]
         if not wrong and not any(1 in each[3] for each in every):
             wrong = [TWICE]
         if wrong:
@@ -206,8 +206,8 @@ class ParamGrad(GradientSink):
             raise PlacementError(wrong[0][0])
         if twice and self._looks == 1 and grid.rank == 0:
             warnings.warn(
-                f"{twice}: its gradients are added over ranks that all have the same already; if "
-                "they were added before, this sum is one too many (docs/library.md)",
+                f"{twice}: its gradients are summed over ranks that all have the same ones; if "
+                "they were summed before, this counts them twice (docs/library.md)",
                 stacklevel=3,
             )
 
@@ -228,7 +228,7 @@ def _mistake(module: nn.Module, sink: ParamGrad, grid: Grid, named: Named) -> st
         if getattr(ctx, "sink", sink) is not sink:
             return f"{what}nother sink: make its LayerContext with sink= this ParamGrad"
         if getattr(ctx, "grid", grid) is not grid:
-            return f"{what}nother grid than finish_grad_sync was given: build all with one"
+            return f"{what}nother grid than finish_grad_sync was given: use one for both"
     for name, param in named:
         if param.grad is not None and param.grad.layout != torch.strided:
             return f"{name} has a sparse gradient, which cannot be summed: omit sparse=True"

@@ -48,18 +48,18 @@ GRADS = ("grad_out", *QKV, "out", "logsumexp", "dropout_p", *BLOCK)
 DEVICE_GRADS = (*GRADS, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 LOOP = "a loop over the tensors"
 FLASH = (
-    "auto computes blocks by matrix products; --attention-backend flash is refused, but for "
+    "auto computes blocks by matrix products; --attention-backend flash is refused, except for "
     "documents and windows"
 )
 CUDNN = "auto computes blocks by flash; --attention-backend fused is refused"
-PRODUCTS = "blocks that csrc/attention.h does not take are matrix products"
+PRODUCTS = "blocks that csrc/attention.h does not support are computed by matrix products"
 TRACKER = (
-    "--rehearse, tools/explain.py, tools/fork_check.py and tools/bisect_runs.py are refused; where "
-    "a loss is not finite the first such module is not named"
+    "--rehearse, tools/explain.py, tools/fork_check.py and tools/bisect_runs.py are refused; if a "
+    "loss is not finite, the error does not name the first module that is not"
 )
 REHEARSAL = "--rehearse is refused"
-MISSED = "a rehearsal does not recognise it"
-SLOWER = "a rehearsal, and a plan, takes twice the time"
+MISSED = "a rehearsal does not recognise this operation"
+SLOWER = "a rehearsal or a plan takes twice as long"
 
 NAMES = (
     Name(
@@ -81,27 +81,27 @@ NAMES = (
     Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", PRODUCTS, (*QKV, *BLOCK)),
     Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", PRODUCTS, GRADS),
     Name(
-        "torch.ops.mkldnn._linear_pointwise", "F.linear, whose fp32 matmuls are slower on a CPU",
+        "torch.ops.mkldnn._linear_pointwise", "fp32 matmuls on a CPU use F.linear, which is slower",
         ("X", "W", "B", "attr", "scalars", "algorithm"),
     ),
-    Name("torch.ops.aten.silu_backward.grad_input", "the derivative, written out",
+    Name("torch.ops.aten.silu_backward.grad_input", "its formula is computed by several operations",
          ("grad_output", "self", "grad_input")),
-    Name("torch._fused_adamw_", "AdamW tensor by tensor, with memory for four of them"),
+    Name("torch._fused_adamw_", "AdamW updates one tensor at a time, with four temporary tensors"),
     Name("torch._foreach_add_", LOOP),
     Name("torch._foreach_sub_", LOOP),
     Name("torch._foreach_zero_", LOOP),
     Name("torch._foreach_copy_", LOOP),
-    Name("torch.Tensor._version", "a change in place that breaks a rule is not noticed"),
+    Name("torch.Tensor._version", "a forbidden change in place is not detected"),
     Name("torch.autograd.Function._backward_cls",
-         "RoPE and the loss copy what they would overwrite"),
+         "RoPE and the loss copy their input instead of overwriting it"),
     Name("torch.autograd.Function._backward_cls._forward_cls",
-         "a rehearsal names no backward of a Function"),
+         "a rehearsal does not name the backward of a Function"),
     Name("torch._C._current_autograd_node", TRACKER),
     Name("torch.overrides._get_current_function_mode_stack",
-         "tools do not see the forward that --overlap-moe-expert-parallel-comm runs in a thread"),
+         "tools miss the forward that --overlap-moe-expert-parallel-comm runs in a thread"),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "the same"),
     Name("torch.utils._python_dispatch.TorchDispatchMode",
-         "no run starts: its plan counts what a model computes"),
+         "no run starts, as the memory plan records the operations of the model"),
     Name("torch.utils._python_dispatch._disable_current_modes", REHEARSAL),
     Name("torch.ops.aten.add.Tensor._schema", "the same"),
     Name("torch._subclasses.fake_tensor.FakeTensor", REHEARSAL),
@@ -119,12 +119,12 @@ NAMES = (
          "--tp-comm-overlap symmetric is ring on GPUs, as the log says"),
     Name("torch.distributed._symmetric_memory.rendezvous", "the same"),
     Name("torch.distributed.ProcessGroupNCCL.Options._timeout",
-         "torch warns that a group's options have another time limit than the group", nccl=True),
+         "torch warns of different timeouts of a group and its options", nccl=True),
     Name("torch._C._distributed_c10d._dump_nccl_trace_json",
-         "a report of a hang is without NCCL's flight recorder", nccl=True),
+         "a report of a hang lacks NCCL's flight recorder", nccl=True),
     Name("torch.cuda.memory._record_memory_history", "--record-memory-history is refused"),
     Name("torch.cuda.memory._dump_snapshot", "--record-memory-history is refused"),
-    Name("torch._dynamo", "a process that optimizers make import it does so later"),
+    Name("torch._dynamo", "it is imported when the first optimizer is made"),
     Name("torch.distributed.checkpoint.filesystem._StorageInfo",
          "tools/checkpoint.py convert --to-mcore is refused"),
 )  # fmt: skip

@@ -133,7 +133,7 @@ MISTAKES = [
     mistake(
         "layers that nobody would hold",
         {**PP2, "--pipeline-model-parallel-layout": "Et|L"},
-        "--pipeline-model-parallel-layout Et.L: the number of t's .* the layers, 2; it is 1",
+        "--pipeline-model-parallel-layout Et.L: the number of t's .* the layers, 2, not 1",
         2,
     ),
     mistake(

@@ -4,9 +4,9 @@
     python -m benchmarks.planning.experts
 
 All runs are Megatron-LM's, so the profile is nemo_h100, whose other constants were fitted on dense
-models. `dispatch`, the seconds of ep's transfers divided by those by the links' rates, is fitted on
-the rows marked "fit", with forced balance; `expert_skew` on a row with real routing relative to the
-same run with forced balance. The other rows are predicted with these two. If a source does not
+models. `dispatch`, the factor between the seconds of ep's transfers and those at the links' rates,
+is fitted on the rows marked "fit", with forced balance; `expert_skew` on a row with real routing
+relative to the same run with forced balance. The other rows use these two. If a source does not
 state its layout, one is assumed and marked so. Runs with HybridEP, DeepEP or the overlap of two
 micro-batches use other mechanisms than ours and are not fitted.
 """

@@ -33,39 +33,39 @@ class Constant(NamedTuple):
 
 TIME = {
     "matmul": Constant(0.65, 0.3, 0.87, "share of the peak that long matmuls reach"),
-    "ramp": Constant(96.0, 16.0, 1024.0, "numbers of k that fill and drain a tile's pipeline"),
+    "ramp": Constant(96.0, 16.0, 1024.0, "length of k in which a tile's pipeline fills and drains"),
     "memory_share": Constant(0.8, 0.4, 0.95, "share of the memory's bandwidth"),
     "attention": Constant(0.35, 0.1, 0.8, "share of the peak that attention reaches"),
     "link_share": Constant(0.7, 0.2, 0.9, "share of the links in a node"),
     "network_share": Constant(0.7, 0.1, 0.97, "share of the network cards, between two nodes"),
     "network_decay": Constant(0.1, 0.001, 0.5, "power by which more nodes lower that share"),
     "network_step": Constant(
-        1.4e-5, 1e-6, 3e-3, "seconds of a collective for each rank more, in a group over nodes"
+        1.4e-5, 1e-6, 3e-3, "seconds of a collective per additional rank, in a group across nodes"
     ),
     "link_step": Constant(3e-6, 5e-7, 5e-5, "the same, in a group within a node"),
-    "collective_start": Constant(2e-5, 1e-6, 2e-4, "seconds that each collective needs"),
-    "tp_backward": Constant(5.0, 2.0, 6.0, "transfers of activations that backward shows, of 6"),
-    "host_layer": Constant(3e-3, 1e-5, 2e-2, "seconds of the host for F and B of a layer, tp 1"),
+    "collective_start": Constant(2e-5, 1e-6, 2e-4, "fixed seconds of each collective"),
+    "tp_backward": Constant(5.0, 2.0, 6.0, "exposed transfers of activations in backward, of 6"),
+    "host_layer": Constant(3e-3, 1e-5, 2e-2, "host seconds for F and B of a layer, tp 1"),
     "host_layer_tp": Constant(4.4e-3, 1e-5, 3e-2, "the same with tp above 1"),
-    "host_beside": Constant(2e-3, 1e-7, 1e-2, "more, for each tp rank, beside messages of nodes"),
+    "host_beside": Constant(2e-3, 1e-7, 1e-2, "added per tp rank, if messages cross nodes"),
     "host_crossing": Constant(
-        6e-4, 1e-7, 1e-2, "more, for each tp rank, where their group crosses nodes too"
+        6e-4, 1e-7, 1e-2, "added per tp rank, if the tp group crosses nodes, too"
     ),
-    "host_socket": Constant(1e-4, 1e-6, 1e-2, "more, where tp is over 4 and crosses a socket"),
-    "layer_start": Constant(1e-4, 1e-6, 3e-3, "seconds of the device between a layer's kernels"),
-    "sharp": Constant(8.0, 2.0, 16.0, "power of the soft maximum of host and device"),
-    "host_stage": Constant(1e-3, 1e-6, 5e-2, "seconds of the host for each stage and micro-batch"),
-    "host_step": Constant(1e-2, 1e-4, 0.5, "seconds of the host for each step"),
+    "host_socket": Constant(1e-4, 1e-6, 1e-2, "added if tp is above 4, so that it crosses sockets"),
+    "layer_start": Constant(1e-4, 1e-6, 3e-3, "seconds of gaps between a layer's kernels"),
+    "sharp": Constant(8.0, 2.0, 16.0, "exponent of the soft maximum of host and device time"),
+    "host_stage": Constant(1e-3, 1e-6, 5e-2, "host seconds per stage and micro-batch"),
+    "host_step": Constant(1e-2, 1e-4, 0.5, "host seconds per step"),
     "host_recompute": Constant(0.3, 0.01, 1.0, "share of the host's seconds that recomputing adds"),
-    "message_start": Constant(5e-4, 1e-6, 1e-2, "seconds that a message between stages needs"),
-    "message_exposed": Constant(0.8, 0.01, 2.0, "share of the messages' time that nothing hides"),
-    "sum_calls": Constant(0.3, 0.01, 3.0, "collectives a layer that sum gradients, ZeRO 1"),
+    "message_start": Constant(5e-4, 1e-6, 1e-2, "fixed seconds of a message between stages"),
+    "message_exposed": Constant(0.8, 0.01, 2.0, "exposed share of the messages' time"),
+    "sum_calls": Constant(0.3, 0.01, 3.0, "gradient reductions per layer, ZeRO 1"),
     "sum_calls_0": Constant(0.1, 0.01, 3.0, "the same without ZeRO"),
-    "sum_hidden": Constant(0.05, 0.01, 1.5, "share of a backward that hides these sums, ZeRO 1"),
+    "sum_hidden": Constant(0.05, 0.01, 1.5, "share of a backward that hides these, ZeRO 1"),
     "sum_hidden_0": Constant(0.5, 0.01, 1.5, "the same without ZeRO"),
-    "gather_exposed": Constant(1.0, 0.05, 2.0, "share of ZeRO's gather of weights that shows"),
+    "gather_exposed": Constant(1.0, 0.05, 2.0, "exposed share of ZeRO's gather of weights"),
     "fsdp_hidden": Constant(0.8, 0.01, 2.0, "share of a layer that hides its ZeRO 3 transfers"),
-    "fsdp_least": Constant(0.1, 0.01, 1.0, "share of those transfers that always shows"),
+    "fsdp_least": Constant(0.1, 0.01, 1.0, "share of those transfers that is always exposed"),
     "jitter": Constant(0.02, 1e-4, 0.1, "share by which each doubling of the nodes slows a step"),
     "matmul.float8": Constant(0.5, 0.2, 0.75, "share of the float8 peak that long matmuls reach"),
 }
@@ -154,7 +154,7 @@ def profile(name: str) -> dict[str, float]:
         return own(device)
     if framework not in FRAMEWORKS or device not in DEVICES:
         known = ", ".join(sorted(FRAMEWORKS))
-        raise ProfileError(f"{name}: no such profile; frameworks are {known}, with a _device")
+        raise ProfileError(f"{name}: must be FRAMEWORK_DEVICE; the frameworks are {known}")
     if framework == "titan":  # there are no runs to fit
         path = FOLDER / f"{'fsdp_a100' if device == 'a100' else 'nemo_h100'}.json"
         fitted = {key: read_fitted(path)[key] for key in OF_DEVICE}
@@ -176,7 +176,7 @@ def read_fitted(path: Path) -> dict[str, float]:
     allowed = {*TIME, *MEMORY}
     for key, value in constants.items():
         if key not in allowed:
-            raise ProfileError(f"{path}: constants has {key}, which nothing reads")
+            raise ProfileError(f"{path}: constants has the unknown key {key}")
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e3:
-            raise ProfileError(f"{path}: {key} is {value!r}, not a number of at most 1,000")
+            raise ProfileError(f"{path}: {key} is {value!r}, not a number from -1,000 to 1,000")
     return {key: float(value) for key, value in constants.items()}  # type: ignore[arg-type]

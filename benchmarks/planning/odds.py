@@ -23,22 +23,22 @@ PROFILE = "nanotron_h100"
 FITTED = Path(__file__).with_name(f"odds_{PROFILE}.json")
 NEAR = 0.7 * 80 * 2**30  # bytes, without fragmentation, from which a GPU of 80 GiB is nearly full
 STALL = {  # log odds of a stall
-    "stall_base": "one node",
-    "stall_nodes": "more for each 16 nodes",
-    "stall_dp": "more for each doubling of dp on 64 nodes, in a pipeline",
-    "stall_pp": "more in a pipeline",
-    "stall_hooks": "more where hooks sum the gradients (no ZeRO), pp 1",
+    "stall_base": "on one node",
+    "stall_nodes": "added per 16 nodes",
+    "stall_dp": "added per doubling of dp on 64 nodes, in a pipeline",
+    "stall_pp": "added in a pipeline",
+    "stall_hooks": "added if hooks reduce the gradients (no ZeRO), pp 1",
     "stall_hooks_pp": "the same in a pipeline of over 8 micro-batches",
-    "stall_crossing": "more in a pipeline, for each node that a tp group adds",
-    "stall_near": "more in a pipeline whose first rank is nearly full",
+    "stall_crossing": "added in a pipeline, per additional node of a tp group",
+    "stall_near": "added in a pipeline whose first rank is nearly full",
 }
 MESSAGE, TENSOR, SUM = 0.25, 0.7, 0.8  # seconds of a stall: stall_seconds
 CRASH = {  # reasons are independent: each applies to the runs that survive the others
     "crash_base": "share of the runs that crash for no known reason",
-    "crash_memory": "log odds for each e-fold of predicted memory over a GPU's",
-    "crash_middle": "log of the share of a GPU's memory, as predicted, at which half of them crash",
-    "crash_idle": "share, where a pipeline rank has nothing to do",
-    "crash_stall": "share, where a run stalls for certain",
+    "crash_memory": "log odds per e-fold of predicted memory over a GPU's memory",
+    "crash_middle": "log of the predicted share of a GPU's memory at which half of the runs crash",
+    "crash_idle": "share of the runs with an idle pipeline rank",
+    "crash_stall": "share of the runs that certainly stall",
 }
 START = {  # initial values of a fit
     **dict.fromkeys(STALL, 0.0), "stall_base": -8.0,

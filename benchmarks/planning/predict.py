@@ -28,11 +28,11 @@ COLUMNS = (
 )  # fmt: skip
 POOL = 0.9  # share of a GPU's memory available to a run: the rest is lost to fragmentation
 TERMS = {  # constants whose products with `terms` add up to a rank's memory
-    "weight_bytes": "bytes of a number that every data-parallel rank keeps below ZeRO stage 3",
-    "state_bytes": "bytes of a number that ZeRO shares",
-    "act_hidden": "values of 2 bytes that a layer saves for backward, in units of h / tp a token",
+    "weight_bytes": "bytes per parameter on every data-parallel rank, below ZeRO stage 3",
+    "state_bytes": "bytes per parameter that ZeRO shards",
+    "act_hidden": "values of 2 bytes that a layer saves for backward, in units of h / tp per token",
     "act_ffn": "the same, in units of f / tp",
-    "act_scores": "bytes of an unfused attention's scores, each",
+    "act_scores": "bytes per score of an unfused attention",
     "logit_memory": "bytes of a logit",
     "work_gib": "GiB of context, libraries and buffers",
 }

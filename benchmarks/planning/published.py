@@ -87,7 +87,7 @@ class Line:
         try:
             number = float(value)
         except ValueError:
-            raise self.wrong(column, "is no number") from None
+            raise self.wrong(column, "must be a number") from None
         if not math.isfinite(number) or number < 0:
             raise self.wrong(column, "must be a finite number of at least 0")
         return number
@@ -110,7 +110,7 @@ class Line:
         """Return a column's whole number of at least 1. Raises RowError, also if it is missing."""
         number = self.number_of(column, default)
         if math.isnan(number):
-            raise self.wrong(column, "is needed, and the other columns do not tell it")
+            raise self.wrong(column, "must be given, as it does not follow from other columns")
         if number != int(number) or number < 1:
             raise self.wrong(column, "must be a whole number of at least 1")
         if number > MOST:
@@ -197,7 +197,7 @@ def _format(path: Path, columns: Sequence[str]) -> Callable[[Line], Row]:
         if needed <= have:
             return reader
     raise RowError(
-        f"{path}: the header is none of the three known ones; it has the columns "
+        f"{path}: the header must be one of the three known ones; it has the columns "
         f"{', '.join(map(str, columns)) or '(none)'}"
     )
 
@@ -241,7 +241,7 @@ def _sizes(line: Line) -> tuple[int, int, int, int]:
     sizes = {**LLAMA, **PLAYBOOK}.get(name)
     if sizes is None:
         known = ", ".join([*PLAYBOOK, *LLAMA])
-        raise line.wrong("model", f"is no model of known sizes; known are {known}")
+        raise line.wrong("model", f"must be one of {known}")
     return sizes
 
 
@@ -317,13 +317,13 @@ def _float8(line: Line, device: str) -> bool:
     if not recipe:
         raise line.wrong(
             "precision",
-            "is one whose rate is not known; known are bf16, fp16, fp8 with cs, ds, "
-            "delayed, tensorwise or rowwise scales, and mxfp8",
+            "must be bf16, fp16, mxfp8, or fp8 with cs, ds, delayed, tensorwise or rowwise "
+            "scales: no other rate is known",
         )
     found = read_device(device)
     scaling = "mxfp8" if "mx" in name else "tensorwise"
     if lacks(scaling, (found.major, 0), found.name):
-        raise line.wrong("precision", f"is none that {found.name} multiplies in")
+        raise line.wrong("precision", f"is not available on {found.name}")
     return True
 
 
@@ -338,7 +338,7 @@ def _recompute(line: Line, framework: str) -> tuple[float, bool]:
         return 1.0, False
     if name.startswith("selective"):
         return 0.0, True
-    raise line.wrong("recompute", "is none of full, selective and none")
+    raise line.wrong("recompute", "must be full, selective or none")
 
 
 def _device(line: Line) -> tuple[str, int, float]:
@@ -348,7 +348,7 @@ def _device(line: Line) -> tuple[str, int, float]:
     if word and not re.search(r"pcie|nvl(?!72)", name):  # these have other clocks and links
         return DEVICES[word[1]]
     known = ", ".join(key.upper() for key in DEVICES)
-    raise line.wrong("gpu", f"is no known device; known are {known}")
+    raise line.wrong("gpu", f"must be one of {known}, not a PCIe or NVL card")
 
 
 def _framework(line: Line, device: str) -> str:

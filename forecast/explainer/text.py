@@ -18,8 +18,8 @@ from training.settings.layer_options import main_grads_dtype
 from training.settings.pipeline_schedule import schedule_of
 
 BEFORE = (
-    "ZeRO level {level}. It is the second step: new weights of the first one may still be on their "
-    "way, and the order of uses is known."
+    "ZeRO stage {level}. This is the second step: the gathers of new weights of the first step may "
+    "still be in flight, and the order of uses is known."
 )
 AXES = (
     "tp: parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the rows; "
@@ -64,10 +64,10 @@ def head(config: Config, level: int) -> list[str]:
         "  F, BW   forward of a micro-batch; backward: B, the gradient of a stage's input, and W, "
         "those of its weights",
         "  sends   bytes that leave this rank, by the best algorithm",
-        "  how     blocks: the rank waits; async: it goes on computing, and waits when it needs "
-        "the result",
-        "  needs   the operation that made the tensor that is sent (dgrad, wgrad: the gradient of "
-        "a layer's input, of its weight)",
+        "  how     blocks: the rank waits; async: the rank continues, and waits when it needs the "
+        "result",
+        "  needs   the operation that produced the sent tensor (dgrad, wgrad: the gradient of a "
+        "layer's input, of its weight)",
         "",
     ]
 
@@ -85,7 +85,7 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
     )
     lines = []
     if explainer.before:
-        lines += ["", rule("started by the update of the step before"), title, ""]
+        lines += ["", rule("started by the update of the previous step"), title, ""]
         for event in explainer.before:
             lines += _event_lines(event, "")
     for number, action in enumerate(explainer.actions):
@@ -93,7 +93,7 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
         if events:
             lines += ["", rule(action), title]
         elif every_action:
-            lines += ["", rule(f"{action}: nothing travels")]
+            lines += ["", rule(f"{action}: no communication")]
         group = ""
         for event in events:
             block = ".".join(event.place.layer.split(".")[:2])
@@ -159,7 +159,7 @@ def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
     if place.phase == "update":
         return [f"the new weights of {buckets.contents(place.bucket)}", *reasons[1:]]
     gathered = " and ".join(f"bucket {other}" for other in event.gathered)
-    requested = f"{buckets.contents(place.bucket)}, asked for by {place.during}"
+    requested = f"{buckets.contents(place.bucket)}, requested by {place.during}"
     return [f"{requested}; gathered at the same time: {gathered or 'nothing'}", *reasons[1:]]
 
 
@@ -185,7 +185,7 @@ def _hidden(event: Seen) -> str:
 def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[str]:
     """Compare the totals of the trace with those of a recording without ranks."""
     stated, differ = totals(rows), []
-    lines = ["", rule(f"what {who} sent in this step, and what a recording without ranks has")]
+    lines = ["", rule(f"what {who} sent in this step, compared with a recording without ranks")]
     for key in dict.fromkeys([*counted, *stated]):
         (count, sent), (times, size) = counted.get(key, (0, 0)), stated.get(key, (0, 0))
         verdict = "equal"
@@ -248,14 +248,14 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     lines = [
         f"  pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(of_ranks)
     ]
-    lines += ["", rule("the schedule, were F, B and W equally long and messages free")]
-    lower = "; the second of a rank's chunks in lower case" if schedule.chunks == 2 else ""
-    lines += [f"  a row a rank, F0 the forward of micro-batch 0{lower}", ""]
+    lines += ["", rule("the schedule, if F, B and W take equally long and messages no time")]
+    lower = "; the second chunk of a rank is in lower case" if schedule.chunks == 2 else ""
+    lines += [f"  one row for each rank; F0: the forward of micro-batch 0{lower}", ""]
     lines += [f"  {line}" for line in table(schedule).splitlines()]
     lines += ["", rule("what each pipeline rank did, each in its own order")]
     lines += [
         "  0 > F1: its input came from rank 0; F1 > 1: its output went to rank 1; no arrow: an end "
-        "of the model, or this very rank",
+        "of the model, or the same rank",
         "",
         *columns([own["order"] for own in every], [f"rank {r}" for r in range(len(every))]),
     ]
@@ -266,9 +266,9 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     inside = sum(ranks[stage] == ranks[stage + 1] for stage in stages[:-1])
     formula, expected = "m(pv - 1)", m * (schedule.stages - 1 - inside)
     if inside:
-        formula = "m(pv - 2), since one stage hands on to its own rank,"
+        formula = "m(pv - 2), since one stage sends to its own rank,"
     activations, gradients = (sum(own["sent"][i] for own in every) for i in (0, 1))
     equal = activations == gradients == expected and all(own["equal"] for own in every)
     lines += ["", rule("the whole pipeline", "=")]
     lines.append(f"  {activations} activations, {gradients} gradients: {formula} = {expected}")
-    return equal, [*lines, "", "All equal." if equal else "DIFFERENT, as the ranks say."]
+    return equal, [*lines, "", "All equal." if equal else "DIFFERENT: see the ranks above."]

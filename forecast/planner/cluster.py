@@ -130,8 +130,8 @@ def read_cluster(name: str) -> Cluster:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise ClusterError(
-            f"{name}: no cluster file {path.name}; known by name are {known}; 8xh100 and 4x8xh100 "
-            "need no file"
+            f"{name}: no cluster file {path.name}; the known names are {known}; 8xh100 and "
+            "4x8xh100 need no file"
         )
     content = read_json(path)
     kinds = (SHARED | NETWORK, SHARED | {"levels"})
@@ -139,7 +139,7 @@ def read_cluster(name: str) -> Cluster:
         either = " and ".join(sorted(NETWORK))
         raise ClusterError(
             f"{path}: must be an object with {', '.join(sorted(SHARED))}, and with levels or with "
-            f"{either}; {HOST} may be left out"
+            f"{either}; {HOST} is optional"
         )
     if not isinstance(content["device"], str):
         raise ClusterError(f"{path}: device is {content['device']!r}, not the name of a GPU")
@@ -168,7 +168,7 @@ def read_cluster(name: str) -> Cluster:
 def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
     """Return a cluster of `nodes` nodes with `node` GPUs each. Raises ClusterError."""
     if not nodes or not node:
-        raise ClusterError(f"{name}: a cluster has at least one node of one GPU")
+        raise ClusterError(f"{name}: a cluster must have at least one node and one GPU a node")
     gpu = _device(gpu)
     try:
         device = read_device(gpu)
@@ -221,13 +221,13 @@ def _levels(path: Path, found: Any, node: int) -> tuple[Level, ...]:
         gpus, last = entry["gpus"], n == len(found) - 1
         if last != (gpus == 0):
             raise ClusterError(
-                f"{path}: {where}.gpus is {gpus}: the last level has 0, which is all GPUs, and no "
-                "other has"
+                f"{path}: {where}.gpus is {gpus}: it must be 0 (all GPUs) in the last level, and "
+                "only there"
             )
         if gpus and (gpus <= below or gpus % below or (gpus % node and node % gpus)):
             raise ClusterError(
-                f"{path}: {where}.gpus is {gpus}: must be a multiple of {below}, the block below, "
-                f"and whole nodes of {node} GPUs or an equal part of one"
+                f"{path}: {where}.gpus is {gpus}: must be a larger multiple of {below}, the level "
+                f"below, and a multiple or a divisor of {node}, the GPUs of a node"
             )
         below = gpus
         rate = entry["gbps_per_gpu"] * GBPS
@@ -256,4 +256,4 @@ def _number(path: Path, key: str, value: Any, least: float, integer: bool = Fals
     right = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     if not right or not least <= value < 1e6:
         kind = "a whole number" if integer else "a number"
-        raise ClusterError(f"{path}: {key} is {value!r}, not {kind} of at least {least:g}")
+        raise ClusterError(f"{path}: {key} is {value!r}, not {kind} from {least:g} to 1e6")

@@ -106,12 +106,12 @@ def _read(path: Path) -> list[Measured]:
     try:
         found = read_json(path)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError(f"it is not of the format {FORMAT}")
+            raise ValueError(f"its format is not {FORMAT}")
         return [_measured(entry) for entry in found["runs"]]
     except (ValueError, KeyError, TypeError) as error:
         raise MeasureError(
-            f"--measured {path}: what was measured cannot be read ({error}): move the file away, "
-            "or name another"
+            f"--measured {path}: the measurements cannot be read ({error}): move the file away, "
+            "or give another"
         ) from None
 
 
@@ -123,7 +123,8 @@ def _measured(entry: Any) -> Measured:
     for key, value in entry.items():
         kinds = NUMBERS.get(key, (str,))
         if type(value) not in kinds or (key in NUMBERS and value < 0):
-            raise ValueError(f"{key} of a run is {value!r}")
+            rule = "a number >= 0" if key in NUMBERS else "a string"
+            raise ValueError(f"{key} of a run is {value!r}, not {rule}")
     return Measured(**entry)
 
 
@@ -149,19 +150,20 @@ def launcher(cluster: Cluster, launch: str) -> list[str]:
     if launch:
         words = shlex.split(launch)
         if not words or shutil.which(words[0]) is None:
-            raise MeasureError(f"--launch {launch!r}: there is no program {words[0:1]} here")
+            raise MeasureError(f"--launch {launch!r}: its first word is no program on the PATH")
         return words
     if cluster.nodes > 1:
         raise MeasureError(
-            f"--measure: {cluster.name} has {cluster.nodes} nodes, and torchrun starts the ranks "
-            "of one; in a job that has them all, --launch names what starts them "
+            f"--measure: {cluster.name} has {cluster.nodes} nodes, but torchrun starts the ranks "
+            "of one: in a job with all nodes, give the command that starts all ranks by --launch "
             "(examples/measure.slurm)"
         )
     here, what = (torch.cuda.device_count(), "GPUs") if not cluster.cpu else (_cores(), "cores")
     if cluster.node > here:
         raise MeasureError(
-            f"--measure: {cluster.name} has {cluster.node} ranks, and this machine {here} {what}; "
-            "name the cluster that you have, or by --launch what starts ranks elsewhere"
+            f"--measure: {cluster.name} has {cluster.node} ranks, but this machine has {here} "
+            f"{what}: name the cluster that you have, or give --launch a command that starts the "
+            "ranks elsewhere"
         )
     torchrun = [sys.executable, str(ROOT / "tools/torchrun.py"), "--standalone"]
     return [*torchrun, "--nproc-per-node", str(cluster.node)]
@@ -188,7 +190,7 @@ def measure(
         rates, last = _rates(log), _last_line(errors)
     error = ""
     if code:
-        error = last or f"ended with exit code {code} without a line"
+        error = last or f"ended with exit code {code} and no error message"
     elif len(rates) < steps:
         error = f"ended after {len(rates)} of {steps} steps"
     timed = rates[max(1, steps // 4) :]

@@ -72,8 +72,8 @@ class Model:
 
 
 MIXED = (
-    "its layers with experts stand among dense ones, and the search takes layers as alike; "
-    "--dry-run shows what a layout of yours stores and sends"
+    "it has both dense layers and layers with experts, but the search needs equal layers; "
+    "--dry-run shows the memory and the traffic of a layout that you choose"
 )
 
 
@@ -133,7 +133,7 @@ def _hugging_face(path: Path) -> list[str]:
         raise ModelError(f"{path}: not a file, flags in quotes, or a known model ({known})")
     content = read_json(path, limit=1 << 20, foreign=True)
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: it is no JSON object")
+        raise ModelError(f"{path}: it must be a JSON object")
     try:
         file, sizes = of_checkpoint(content)
         found = flags_of(sizes)
@@ -150,8 +150,8 @@ def _hugging_face(path: Path) -> list[str]:
     named = content.keys() & theirs.keys() - {"architectures", "model_type", LENGTH}
     if lost := sorted(n for n in named if not same_value(ours.get(n), theirs[n])):
         raise ModelError(
-            f"{path}: no flags of {file} give {', '.join(lost)}: plan flags in quotes, with "
-            "--use-mup or the --model-file of a fork that has them"
+            f"{path}: no flags of {file} give {', '.join(lost)}: give the model as flags in "
+            "quotes, with --use-mup or a --model-file that has them"
         )
     return words
 

@@ -29,8 +29,8 @@ def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Con
     ]  # fmt: skip
     if other:
         raise PlanError(
-            f"{', '.join(other)} in a layout's flags makes another model than {model.name}, with "
-            "which nothing can be compared: name that model as MODEL"
+            f"{', '.join(other)} in a layout's flags changes the model, {model.name}, so the "
+            "layouts cannot be compared: give the changed model as MODEL"
         )
     return config
 

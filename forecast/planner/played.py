@@ -84,7 +84,7 @@ class Worker:
             return found
         self._errors.seek(0)
         last = self._errors.read().strip().splitlines()[-1:]
-        raise Unplayable(*last or ["the process that rehearses has ended"])
+        raise Unplayable(*last or ["the rehearsal process has ended"])
 
     def __enter__(self) -> "Worker":
         return self

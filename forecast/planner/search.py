@@ -254,13 +254,13 @@ def plan(
     progress.begin("listing layouts")
     check_dtype(cluster, dtype)
     if model.experts and dtype != "bf16":
-        raise PlanError(f"{model.name}: experts multiply in bf16, and not in {dtype}")
+        raise PlanError(f"{model.name}: experts multiply in bf16 only, not in {dtype}")
     found = list(layouts(model, cluster, batch, choose(model, cluster, dtype), dtype))
     if not found:
         raise PlanError(
             f"no layout of {cluster.gpus} GPUs divides a batch of {batch} sequences, "
             f"{model.config.model.num_layers} layers and {model.config.model.num_attention_heads} "
-            "heads: another --global-batch-size may"
+            "heads: try another --global-batch-size"
         )
     progress.begin(f"computing the times of {len(found):,} layouts")
     return replace(with_state_in_host(evaluate(model, cluster, found)), progress=progress)
@@ -313,7 +313,7 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
     """Raise PlanError if a cluster's GPUs have no matmuls of a dtype or recipe."""
     device = read_device(cluster.device)
     if dtype != "bf16" and dtype not in CAPABLE:
-        raise PlanError(f"the planner has no times of --fp8-recipe {dtype}")
+        raise PlanError(f"--fp8-recipe {dtype}: the planner knows only {', '.join(CAPABLE)}")
     if dtype != "bf16" and (why := lacks(dtype, (device.major, 0), device.name)):
         raise PlanError(why)
 

@@ -71,7 +71,7 @@ def ranking(
     if not best:
         least = int(plans.bytes.argmin())
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
-        lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
+        lines.append(f"none fits {plans.limit / 1e9:.1f} GB; the smallest needs {need}")
         return lines
     known = [results.get(run.flags) for run in best]
     measured = ["measured"] * any(known)
@@ -89,7 +89,7 @@ def ranking(
         ))  # fmt: skip
     doubt = f"+-{ERROR:.0%}"
     if cluster.cpu:
-        doubt = "those of a core that is assumed, so --measure layouts that matter to you"
+        doubt = "they are for an assumed CPU core, so --measure the layouts that matter to you"
     texts = ["layout", *(described(run.config) for run in best)]
     for row, text in zip(aligned(rows), texts, strict=True):
         first, *rest = textwrap.wrap(text, COLUMNS - len(row) - 2)
@@ -102,7 +102,7 @@ def ranking(
     )
     if measured:
         lines.append(
-            "measured: tokens/s/GPU of a run on your GPUs, the median of its steps, and the "
+            "measured: tokens/s/GPU of a run on your GPUs (the median of its steps), and its "
             "difference from the computed value"
         )
     for number, result in enumerate(known, 1):
@@ -118,7 +118,7 @@ def ranking(
     near = f"the simplest of those within {COMPARISON_ERROR:.1%} of the fastest"
     which = "the fastest" if taken is best[0] else near
     lines.append(
-        f"Layout {best.index(taken) + 1}, {which}, with {EXAMPLE} as examples of your own choices:"
+        f"Layout {best.index(taken) + 1}, {which}; replace {EXAMPLE} by your own flags:"
     )
     return [*lines, *command_lines(taken)]
 
@@ -203,7 +203,7 @@ def parts_of(runs: Sequence[Recorded]) -> list[str]:
         memory.append((str(number), *(f"{gb:.2f}" for gb in by_kind(run))))
     return [
         f"parts of the step of rank 0 ({MEANINGS})", *aligned(steps),
-        "peak memory in GB, of the pipeline rank with the highest", *aligned(memory),
+        "peak memory in GB of the pipeline rank with the highest peak", *aligned(memory),
     ]  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def rank_orders(runs: Mapping[str, Recorded]) -> list[str]:
     return [
         *aligned(rows),
         f"seconds of a step of rank 0, and its parts ({MEANINGS})",
-        f"flag of the first: --rank-order {rows[1][0]}",
+        f"flag of the fastest: --rank-order {rows[1][0]}",
     ]
 
 
@@ -267,7 +267,7 @@ def why(yours: Recorded, best: Recorded | None) -> list[str]:
     lines = [f"yours: {yours.flags}"]
     if not yours.fits:
         need = f"{yours.bytes / 1e9:.1f} GB of {cluster.limit / 1e9:.1f} GB available"
-        lines.append(f"it needs {need}")
+        lines.append(f"it does not fit: it needs {need}")
     lines += edges_of([yours])
     if best is None:
         return [*lines, "no layout fits, so there is no best one to compare with"]
@@ -279,7 +279,7 @@ def why(yours: Recorded, best: Recorded | None) -> list[str]:
     )
     if both[0] == both[1]:
         unit = "s"
-        lines.append(f"seconds of a step: {describe_work(both[0])}, {where}, yours and best alike")
+        lines.append(f"seconds of a step: {describe_work(both[0])}, {where}, for both")
     else:
         unit = "s/Mtoken"
         lines.append(

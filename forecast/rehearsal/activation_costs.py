@@ -195,8 +195,8 @@ def lines(table: Sequence[Row], moved: Carried) -> list[str]:
     out.append(f"{'all':<16} {in_units(total):>9} {1e3 * again:>10.3f} ms {1e3 * offload:>8.3f} ms")
     if moved.down:
         out.append(
-            f"a step sends {in_units(moved.down)} to host memory and {in_units(moved.up)} back, "
-            f"{1e3 * moved.seconds:.1f} ms on the link; {1e3 * moved.can_hide:.1f} ms of it fit "
-            f"behind kernels, and {100 * moved.hidden:.0f} % of those are hidden"
+            f"a step copies {in_units(moved.down)} to host memory and {in_units(moved.up)} back in "
+            f"{1e3 * moved.seconds:.1f} ms; kernels can hide {1e3 * moved.can_hide:.1f} ms of it, "
+            f"and hide {100 * moved.hidden:.0f} % of that"
         )
     return out

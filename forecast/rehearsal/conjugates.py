@@ -57,7 +57,7 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
             index = first[name, axis]
             what = f"{name}: forward does {verb} over {axis} {count} times in a step, backward "
             what += f"does {expected} {done[expected]} times: a gradient is not "
-            what += "summed" if expected == "reduce_scatter" else "brought together"
+            what += "summed" if expected == "reduce_scatter" else "gathered"
             also = events[index].where.place  # type: ignore[union-attr]
             chains = (recorder.chains.get(i, ()) for i in (*ran[back], index))
             through = tuple(dict.fromkeys(line for chain in chains for line in chain))

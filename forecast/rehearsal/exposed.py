@@ -60,7 +60,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
                 phase in (*PASSES, "wgrad")
                 or (phase == "update" and type(events[index + 1]) is not HostWait)  # the host's own
             ):
-                what = f"{event.op} of {event.bytes:,} bytes on the stream that computes"
+                what = f"{event.op} of {event.bytes:,} bytes on the compute stream"
                 yield Finding("overlap", event.where.place, what, "", chains.get(index, ()))
         elif type(event) is Launch:
             products += is_product(event)
@@ -85,7 +85,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
     for line, some in could.items():
         if 2 * len(some) > every[line]:
             (index, how), place = some[-1], line[0]
-            what = f"{len(some)} of {every[line]} {words(events[index])} have no product between "
+            what = f"{len(some)} of {every[line]} {words(events[index])} have no matmul between "
             what += f"start and wait, and could have one by {how}"
             chain = chains.get(index, ())
             through = dict.fromkeys(line for i, _ in some for line in chains.get(i, ()))

@@ -158,8 +158,8 @@ def communicators(seen: "Rehearsed") -> Iterator[Finding]:
         event = seen.recorder.events[index]
         if type(event) is Transfer and event.verb not in MESSAGES and event.number == 0:
             what = (
-                f"the communicator of {event.axis} begins in a step, with this {event.verb}: NCCL "
-                "sets it up then, and may wait for a rank that waits for this one"
+                f"this {event.verb} is the first on the communicator of {event.axis}, so NCCL sets "
+                "it up in a step, which may wait for a rank that waits for this one"
             )
             through = seen.recorder.chains.get(index, ())
             yield Finding("communicator", event.where.place, what, "", through)

@@ -279,10 +279,8 @@ class Distributed:
         read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))
         if not tensor.is_contiguous():  # torch warns, and NCCL sends the bytes in memory order
             lines = self.recorder.lines()
-            what = (
-                f"{verb} of {tuple(tensor.shape)} with strides {tensor.stride()}: NCCL takes its "
-            )
-            what += "bytes in the order of memory"
+            what = f"{verb} of {tuple(tensor.shape)} with strides {tensor.stride()}: "
+            what += "NCCL sends its bytes in memory order"
             born = self.recorder.birthplace(tensor)
             self.recorder.found.append(Finding("layout", lines[0], what, born, (born, *lines)))
         return self._start(verb, over, peer, read, written, tensor)
@@ -296,7 +294,7 @@ class Distributed:
             if x.device.type != recorder.device:
                 made = recorder.birthplace(x)
                 raise RuntimeError(
-                    f"NCCL carries no tensor in host memory ({verb} over {self.trace_axis})"
+                    f"NCCL cannot send a tensor in host memory ({verb} over {self.trace_axis})"
                     + (f"; it was made at {made}" if made else "")
                 )
         where = recorder.where()

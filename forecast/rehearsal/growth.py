@@ -45,7 +45,7 @@ def grown(seen: "Rehearsed") -> Iterator[Finding]:
             left.setdefault(place, set()).add(micro_batch)
     for place, some in left.items():
         if len(some) > 1:
-            what = f"memory of {len(some)} micro-batches lives when they are over"
+            what = f"memory of {len(some)} micro-batches is still live after their end"
             yield Finding("leak", place, what, "", ways(seen, place))
     yield from steps(seen, persistent)
 
@@ -88,12 +88,12 @@ def steps(seen: "Rehearsed", persistent: set[int]) -> Iterator[Finding]:
             if freed[size] >= count - had[0]:
                 freed[size] -= count - had[0]
                 continue
-            what = f"{nbytes - had[1]:,} bytes more live after a step than before it"
+            what = f"{nbytes - had[1]:,} more bytes are live after a step than before it"
             yield Finding("leak", place, what, "", ways(seen, place))
     if len(seen.recorder.pinned_at) > 1:
         host_before, host_then = seen.recorder.pinned_at[-2:]
         for place, count in (host_then - host_before).items():
-            what = f"{count} page-locked tensors more live after a step than before it"
+            what = f"{count} more page-locked tensors are live after a step than before it"
             yield Finding("leak", place, what, "", ways(seen, place))
 
 

@@ -42,7 +42,7 @@ class Loader:
             ctypes.CDLL(str(self.torch / "lib" / "libtorch.so"), ctypes.RTLD_GLOBAL)
             ctypes.CDLL(str(self.library), ctypes.RTLD_GLOBAL)
         except OSError as error:
-            raise GuardError(f"the fake CUDA device does not load: {error}") from None
+            raise GuardError(f"the fake CUDA device cannot be loaded: {error}") from None
 
 
 def load() -> None:
@@ -66,7 +66,7 @@ def check(torch: ModuleType) -> None:
     except OSError:
         ours = None
     if ours is None or not ours.weft_fake_cuda():
-        raise GuardError(f"torch {torch.__version__} has taken another CUDA device than the fake")
+        raise GuardError(f"torch {torch.__version__} does not use the fake CUDA device")
 
 
 def library_path() -> Path:
@@ -89,7 +89,7 @@ def build(torch: Path) -> Path:
         return library
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        raise GuardError("--rehearse compiles a small C++ file and found no compiler; install g++")
+        raise GuardError("--rehearse compiles a small C++ file, and found no compiler: install g++")
     BUILD.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         made = Path(folder) / library.name

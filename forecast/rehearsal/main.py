@@ -97,15 +97,15 @@ def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
     options = config.rehearse
     if options.rehearse_rank >= world:
         raise UsageError(
-            f"--rehearse-rank {options.rehearse_rank}: ranks of a world of {world} count from 0 to "
-            f"{world - 1} (WORLD_SIZE sets the world)"
+            f"--rehearse-rank {options.rehearse_rank}: must be from 0 to {world - 1}, as "
+            f"WORLD_SIZE is {world}"
         )
     if config.model.vocab_size is None and not config.data.tokenizer_model:
-        raise UsageError("--rehearse needs --vocab-size where no tokenizer's file is given")
+        raise UsageError("--rehearse needs --vocab-size or --tokenizer-model")
     if options.rehearse_all_ranks and world > MOST_RANKS:
         raise UsageError(
-            f"--rehearse-all-ranks: {world} ranks (WORLD_SIZE); at most {MOST_RANKS} are rehearsed "
-            "together"
+            f"--rehearse-all-ranks: WORLD_SIZE is {world}; at most {MOST_RANKS} ranks can be "
+            "rehearsed together"
         )
     return config
 
@@ -149,8 +149,8 @@ def run(
 
 
 NO_LAYERS = (
-    "not predicted: the layers of the other ranks are timed by this rank's, which has none; "
-    "--rehearse-rank names another rank"
+    "not predicted: the times of all layers follow from those of this rank, which has none; give "
+    "another --rehearse-rank"
 )
 
 

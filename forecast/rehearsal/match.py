@@ -208,8 +208,9 @@ class World:
                         at = self._current(other, name)
                         if at is not None and signature(at) == signature(one) and one.peer < 0:
                             continue  # that rank has arrived
-                        what = f"rank {rank.number} waits for rank {other} in {words(one)}; that "
-                        what += f"is at {words(at)} ({at.where.place})" if at else "has ended"
+                        what = f"rank {rank.number} waits for rank {other} in {words(one)}; rank "
+                        end = f"is at {words(at)} ({at.where.place})" if at else "has ended"
+                        what += f"{other} {end}"
                         self.note("deadlock", one, what, at)
 
     def _current(self, number: int, name: str) -> Transfer | None:

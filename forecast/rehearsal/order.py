@@ -156,7 +156,7 @@ class Order:
             user = self.events[latest.event]
             what = (
                 f"memory that {who(user)} uses at {place_of(user)} is freed for the stream that "
-                "allocated it, which has not waited for that"
+                "allocated it, which has not waited for this use"
             )
             self._note("free", what, index, latest.event)
 

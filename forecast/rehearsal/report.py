@@ -78,7 +78,7 @@ def text(
     if not rows:
         lines.append("  none: one rank")
     if time:
-        lines += ["", "Time, as the device's file predicts it", *(f"  {line}" for line in time)]
+        lines += ["", "Predicted time", *(f"  {line}" for line in time)]
     if activations:
         lines += ["", "Activations of a layer, one micro-batch", *(f"  {x}" for x in activations)]
     return "\n".join(lines)

@@ -61,9 +61,9 @@ def install(recorder: Recorder, rank: int) -> None:
         alike = len(kinds) == 1 and kinds <= {*DTYPES}
         if not taken and alike and tensors[0].is_cuda and not recorder.paused:
             given = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in tensors)
-            what = "operations of torch run in place of a Triton kernel, which takes contiguous "
-            what += "tensors of one dtype and sums in float32, or in float64 for float64; it is "
-            what += f"given {given}" + (f" and sums in {accumulate}" if accumulate else "")
+            what = "torch's operations run instead of a Triton kernel, which needs contiguous "
+            what += "tensors of one dtype and sums in float32 (float64 for float64), but got "
+            what += f"{given}" + (f", summed in {accumulate}" if accumulate else "")
             born, lines = recorder.birthplace(tensors[-1]), recorder.lines()
             recorder.found.append(Finding("stand-in", lines[0], what, born, (born, *lines)))
         return taken
@@ -83,7 +83,7 @@ def install(recorder: Recorder, rank: int) -> None:
         for key, x in tensors.items():
             if x.device.type != recorder.device:
                 born, lines = recorder.birthplace(x), recorder.lines()
-                what = f"{name} is given {key} in host memory"
+                what = f"{name} got {key} in host memory"
                 recorder.found.append(Finding("device", where.place, what, born, (born, *lines)))
         # matmuls are timed by the dtype of their operands, which come first
         first = (written if written and not cost.flops else list(tensors.values()))[0]

@@ -232,7 +232,7 @@ def cast_by_autograd(place: str) -> list[Finding]:
     if made is None:
         return []
     place = end_of(made.backward)
-    what = "autograd casts a gradient that this backward returns in another dtype than its input's"
+    what = "autograd casts a gradient of this backward, whose dtype is not that of the input"
     return [Finding("dtype", place, what)]
 
 

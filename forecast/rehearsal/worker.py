@@ -72,7 +72,7 @@ def answer(job: dict[str, Any]) -> str:
     with os.fdopen(read) as received:
         text = received.read()
     os.waitpid(child, 0)
-    return text or json.dumps({"error": "the process of the rehearsal ended without an answer"})
+    return text or json.dumps({"error": "the rehearsal process ended without a result"})
 
 
 def failed(error: Exception) -> str:

@@ -60,7 +60,7 @@ def not_counted(events: Sequence[Event]) -> list[str]:
     if names:
         found.append(f"NCCL's buffers of {len(names)} communicators, outside of torch's allocator")
     if any(type(e) is Launch and "cudnn_attention_backward" in e.op for e in events):
-        found.append("the workspace of cuDNN's attention, which its plan chooses")
+        found.append("the workspace of cuDNN's attention")
     return [*found, "fragmentation"]
 
 

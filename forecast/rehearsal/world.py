@@ -112,7 +112,7 @@ def all_ranks(
             try:
                 every.append(listener.recv())
             except EOFError:
-                raise RuntimeError(f"rank {rank}'s process ended without a word") from None
+                raise RuntimeError(f"the process of rank {rank} ended without a result") from None
             progress.add()
         for process in processes:
             process.join()

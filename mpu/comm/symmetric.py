@@ -110,13 +110,13 @@ class SymmetricBuffer:
         every = [json.loads(d) for d in gather_bytes(json.dumps(mine).encode(), self.axis)]
         why = next((answer["why"] for answer in every if answer["why"]), "")
         if not why and any(answer["host"] != here for answer in every):
-            why = "its ranks are not on one host (or in one container)"
+            why = "the ranks are not all on one host (or in one container)"
         if self.rank and not why:
             try:
                 fd = os.open(f"/proc/{every[0]['pid']}/fd/{every[0]['fd']}", os.O_RDWR)
                 memory = mmap.mmap(fd, nbytes)
                 if memory[: len(token)].hex() != every[0]["token"]:
-                    why = "rank 0's memory is not what it announced"
+                    why = "the memory that was opened is not rank 0's"
             except (OSError, ValueError) as error:
                 why = f"rank 0's memory cannot be opened: {error}"
         every_why = gather_bytes(why.encode(), self.axis)
@@ -196,7 +196,8 @@ class SymmetricBuffer:
                 late = ranks[there]
                 if late in dead or now - alone > GRACE:
                     who = late if late in dead else dead[0]
-                    raise CommunicationError(f"rank {self.axis.ranks[who]} has ended, in {what}")
+                    name = f"rank {self.axis.ranks[who]}"
+                    raise CommunicationError(f"{name} has ended; this rank waited in {what}")
             if now - begin > self.timeout:
                 name = f"rank {self.axis.ranks[late]}" if late >= 0 else "every rank"
                 raise CommunicationError(
@@ -208,8 +209,8 @@ class SymmetricBuffer:
         """Raise RuntimeError in a forked child of the process that made the buffer."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this process was forked from one that shares memory with other ranks; it may not "
-                "use that memory: start it by spawn"
+                "this process was forked from one that shares memory with other ranks, and may "
+                "not use this memory: start it with multiprocessing's method spawn"
             )
 
 

@@ -129,13 +129,13 @@ class _Memory:
         except TorchLacks as error:
             why = str(error)
         except RuntimeError as error:
-            why = f"the GPUs do not see each other's memory: {error}"
+            why = f"the GPUs cannot share memory: {error}"
         every = gather_bytes(json.dumps([offset, why]).encode(), axis, device)
         answers = [json.loads(text) for text in every]
         if why := next((text for _, text in answers if text), ""):
             raise Unavailable(why)
         # a tensor may begin inside the shared block, at another offset on each rank
-        assert offset >= 0, "this rank's memory is not in what was shared"
+        assert offset >= 0, "this rank's memory begins before the shared allocation"
         offsets = [at for at, _ in answers]
         self._handle = handle  # keeps the mapping alive
         self.all = [handle.get_buffer(r, (nbytes,), torch.uint8, offsets[r]) for r in range(size)]

@@ -272,7 +272,7 @@ class Axis:
         if self.transport is None:
             raise ValueError(
                 f"the {self.size} ranks of {self.name} are not connected: call Grid.connect (or "
-                "Grid.add_groups) before the LayerContext is made, as it keeps the axes of its time"
+                "Grid.add_groups) before you make the LayerContext, which copies the grid's axes"
             )
         return self.transport
 

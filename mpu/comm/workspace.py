@@ -50,8 +50,8 @@ class Workspace:
         if late := self._open.get(self.epoch + 1 - SLOTS):
             late.complete()
         self.epoch += 1
-        assert self.epoch - SLOTS not in self._open, "an epoch was not closed by its own completion"
-        self.buffer.wait_closed(self.epoch - SLOTS, "the epoch before the last")
+        assert self.epoch - SLOTS not in self._open, "complete() of an epoch did not close it"
+        self.buffer.wait_closed(self.epoch - SLOTS, "a wait for a free slot")
         epoch = self._open[self.epoch] = Epoch(self, self.epoch, part_bytes)
         return epoch
 

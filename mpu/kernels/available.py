@@ -26,7 +26,7 @@ def why_not() -> str:
     try:
         launch()
     except Exception as error:  # of a compiler, a linker, a file system or a driver
-        return f"Triton launches no kernel here ({message_of(error)}){_hint()}"
+        return f"Triton cannot launch a kernel ({message_of(error)}){_hint()}"
     return ""
 
 

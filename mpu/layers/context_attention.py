@@ -90,14 +90,14 @@ class ContextAttention(CoreAttention):
         s, b = q.shape[:2]
         over = f"--context-parallel-size {self.cp.size}"
         if cache is not None:
-            raise ValueError(f"{over}: text is generated with one context-parallel rank")
+            raise ValueError(f"{over}: must be 1 to generate text")
         if packed is None:
-            raise ValueError(f"{over}: packed_seq_params must have the documents of whole rows")
+            raise ValueError(f"{over}: packed_seq_params, the documents of whole rows, is missing")
         rows = documents_of_rows(packed.lengths, b)
         if sum(rows[0]) != s * self.cp.size:
             raise ValueError(
                 f"rows of {sum(rows[0])} tokens over {self.cp.size} context-parallel ranks: this "
-                f"rank has {s} tokens of each"
+                f"rank has {s} tokens of each row, not {sum(rows[0])} / {self.cp.size}"
             )
         one_document = len(packed.lengths) == b  # each row is one document
         if not one_document:
@@ -152,8 +152,9 @@ def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:
     groups = x.shape[2]
     if heads % ranks or (groups % ranks and ranks % groups):
         raise ValueError(
-            f"--cp-comm-type a2a over {ranks} ranks: {heads} attention heads in {groups} query "
-            "groups on a tensor-parallel rank must divide by it (or it by the groups)"
+            f"--cp-comm-type a2a over {ranks} ranks: a tensor-parallel rank has {heads} attention "
+            f"heads, which must be a multiple of {ranks}, and {groups} query groups, which must be "
+            "a multiple or a divisor of it"
         )
     return x if groups % ranks == 0 else x.repeat_interleave(ranks // groups, 2)
 

@@ -53,7 +53,7 @@ def check_labels(labels: Tensor, tokens: tuple[int, ...]) -> None:
     """Raise ValueError if labels are not int64, one per token: kernels read them by address."""
     if labels.dtype != torch.int64 or labels.shape != tokens:
         raise ValueError(
-            f"labels are {tuple(labels.shape)} of {labels.dtype}: tokens of {tokens} need int64, "
+            f"labels are {tuple(labels.shape)} of {labels.dtype}: they must be {tokens} of int64, "
             "one for each token"
         )
 

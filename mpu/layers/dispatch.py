@@ -160,7 +160,7 @@ class Sent:
     def take(self) -> Tensor:
         """Return the rows and drop the reference, as their graph holds this object."""
         rows, self.rows = self.rows, None
-        assert rows is not None, "they were taken before"
+        assert rows is not None, "take() was called before"
         return rows
 
 
@@ -423,7 +423,7 @@ class _Finish(torch.autograd.Function):
 
 
 def _wait(sent: Sent) -> None:
-    assert sent.handle is not None, "nothing is under way"
+    assert sent.handle is not None, "no exchange is in flight"
     sent.handle.wait()
     sent.handle = None
 

@@ -123,7 +123,7 @@ class GroupedLinear(nn.Module):
         if sum(each) != len(x) or len(each) != self.experts:
             raise RuntimeError(
                 f"{type(self).__name__} ({self.extra_repr()}) was given {len(x)} rows and counts "
-                f"of {list(each)}: there must be one for each expert, which add up to the rows"
+                f"of {list(each)}: there must be a count for each expert, with the rows as sum"
             )
         y: Tensor = _GroupedMatmul.apply(x, self.weight, self, counts, later)
         return y

@@ -111,8 +111,8 @@ class RMSNorm(nn.Module):
         """Raise ValueError if a package (--norm-backend) would compute a different function."""
         if self.zero_centered and name != "weft":
             raise ValueError(
-                f"--norm-backend {name}: this norm multiplies by 1 + w ({type(self).__name__}), "
-                "which only Weft's own does: omit the flag"
+                f"--norm-backend {name}: {type(self).__name__} multiplies by 1 + w, which only "
+                "--norm-backend weft supports: omit the flag"
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class _RMSNorm(torch.autograd.Function):
         w = layer.factor(layer.ctx.sink.acquire(weight))
         if w.shape != (h,) or (branch is not None and branch.shape != x.shape):
             added = "" if branch is None else f" and a branch {tuple(branch.shape)}"
-            raise ValueError(f"a norm of {len(w)} features is given {tuple(x.shape)}{added}")
+            raise ValueError(f"a norm of {len(w)} features got {tuple(x.shape)}{added}")
         if fits(x, w, *() if branch is None else (branch,), accumulate=kind):
             y, r = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
             total = None if branch is None else torch.empty_like(x)
@@ -202,12 +202,12 @@ def apply_rope(
     (s, b, _), d = qkv.shape, qkv.shape[2] // (heads + 2 * groups)
     half = (rotary or d) // 2
     if (rotary or d) % 2:
-        raise ValueError(f"apply_rope: RoPE rotates pairs, and {rotary or d} elements are odd")
+        raise ValueError(f"apply_rope: RoPE rotates pairs, but {rotary or d} elements are odd")
     if cos.shape != sin.shape or tuple(cos.shape) not in ((s, 1, 1, half), (s, b, 1, half)):
         raise ValueError(
-            f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "
-            f"heads of {d} must be [{s}, 1 or {b}, 1, {half}], half of what is rotated (all of a "
-            "head, unless the config's rotary_size says otherwise)"
+            f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be [{s}, 1 or "
+            f"{b}, 1, {half}]: [tokens, 1 or batch, 1, rotary_size / 2] (rotary_size of the "
+            f"config, by default the head size, {d})"
         )
     if 2 * half < d:
         return _partly_rotated(qkv, cos, sin, heads, groups)
@@ -272,7 +272,7 @@ def swiglu(
     """
     if gate_up is None or down is None:
         if x.shape[-1] % 2:
-            raise ValueError(f"swiglu: gate and up of {tuple(x.shape)} are not two halves")
+            raise ValueError(f"swiglu: gate and up are {tuple(x.shape)}: the last dim must be even")
         return _SwiGLU.apply(x)
     recipe, operands = down.recipe, Operands()
     own = type(gate_up) is ColumnParallelLinear and type(down) is RowParallelLinear

@@ -130,7 +130,7 @@ class Recipe:
         matmul adds in place, in fp32 for bf16. On a CPU a product in fp32, or in a dtype other than
         main_grad's, is first rounded to its own dtype, then added (docs/numerics.md).
         """
-        assert not turned, "SwiGLU makes no operands for this recipe"
+        assert not turned, "this recipe takes no transposed operands"
         onednn = None if self.on_gpu else onednn_linear(x)
         if onednn is not None:
             # pass the narrower one as x: the other is then packed as a weight, once
@@ -164,8 +164,8 @@ class _ParallelLinear(nn.Module):
         self.weight, self.ctx, self.recipe = weight, ctx, recipe or Recipe(ctx.on_gpu)
         if self.recipe.on_gpu != ctx.on_gpu:
             raise ValueError(
-                f"{type(self.recipe).__name__} was made with on_gpu={self.recipe.on_gpu} and its "
-                f"layer's context has on_gpu={ctx.on_gpu}: a recipe takes the context's"
+                f"{type(self.recipe).__name__} was made with on_gpu={self.recipe.on_gpu}, but its "
+                f"layer's context has on_gpu={ctx.on_gpu}: make it with ctx.on_gpu"
             )
         self.method: OverlapMethod = OverlapMap().method(ctx.tp, ctx.sp)  # until `use_overlap`
         phases = ("forward", "backward", "wgrad")

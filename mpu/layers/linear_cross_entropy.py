@@ -56,13 +56,14 @@ def linear_cross_entropy(
     """
     if own := _own(head):
         raise ValueError(
-            f"--fused-linear-cross-entropy: {own} of its own, and the loss in chunks multiplies "
-            "by the weight alone: omit the flag"
+            f"--fused-linear-cross-entropy: {own}, but the loss in chunks multiplies by the weight "
+            "only: omit the flag"
         )
     if type(head.recipe) is not Recipe:
         raise ValueError(
             "--fused-linear-cross-entropy: the output layer's recipe is "
-            f"{type(head.recipe).__name__}, and only plain tensors are multiplied in chunks"
+            f"{type(head.recipe).__name__}, but the loss in chunks supports only Recipe: omit the "
+            "flag"
         )
     return _LinearCrossEntropy.apply(x, head.weight, labels, head, vocab_size)
 
@@ -71,12 +72,12 @@ def _own(head: nn.Module) -> str:
     """Describe the part of an output layer that the loss in chunks would skip; "": none."""
     kind = type(head).__name__
     if not isinstance(head, ColumnParallelLinear):
-        return f"the output layer is a {kind}, which has a matmul"
+        return f"the output layer is a {kind}, which has a matmul of its own"
     for name in USED:
         if getattr(type(head), name) is not getattr(ColumnParallelLinear, name):
-            return f"{kind} has a {name}"
+            return f"{kind} has a {name} of its own"
         if name in vars(head):
-            return f"the output layer has a {name}"
+            return f"the output layer has a {name} of its own"
     if head.bias is not None:
         return "the output layer has a bias"
     hooks = (name for name in vars(head) if name.endswith("hooks") and "state_dict" not in name)

@@ -35,18 +35,19 @@ def local_heads(heads: int, groups: int, head_size: int, ctx: LayerContext) -> t
     if heads % t or (groups % t and t % groups):
         raise ValueError(
             f"{heads} attention heads in {groups} query groups do not divide over "
-            f"tensor-parallel size {t}: heads must be a multiple of it, and groups a multiple or "
-            "a divisor of it"
+            f"tensor-parallel size {t}: heads must be a multiple of {t}, and groups a multiple or "
+            f"a divisor of {t}"
         )
     if shared != max(1, t // groups):
         raise ValueError(
-            f"{groups} query groups on {t} tensor-parallel ranks: the grid lets {shared} of them "
-            f"share a key/value head, as --num-query-groups says; a layer cannot have other groups"
+            f"{groups} query groups on {t} tensor-parallel ranks: the grid was made for another "
+            f"--num-query-groups, where {shared} ranks share a key/value head; all layers must "
+            "have the same"
         )
     if head_size % shared:
         raise ValueError(
             f"a head of size {head_size} in {groups} query groups is cut over {shared} of the {t} "
-            "tensor-parallel ranks, and must be a multiple of that"
+            f"tensor-parallel ranks, so its size must be a multiple of {shared}"
         )
     return heads // t, max(1, groups // t)
 

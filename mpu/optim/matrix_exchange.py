@@ -35,7 +35,7 @@ class MatrixUpdater(SegmentUpdater):
 
     def __init__(self, rule: UpdateRule, parts: Parts) -> None:
         super().__init__(rule, parts)
-        assert parts.plan is not None, "a rule of full matrices has a plan"
+        assert parts.plan is not None, "an update rule of full matrices needs a plan"
         self.plan, axes = parts.plan, parts.instances
         self.group_of = {group["name"]: group for group in self.groups}
         mine = {matrix.name: matrix for matrix in parts.matrices}
@@ -72,8 +72,8 @@ class MatrixUpdater(SegmentUpdater):
         found = [number for round_ in self.exchanges for number in round_.round.matrices]
         if sorted(found) != sorted(expected):
             raise RuntimeError(
-                f"{self.rule.name}: the plan moves {len(found)} matrices, and there are "
-                f"{len(expected)}"
+                f"{self.rule.name}: the plan moves {len(found)} matrices, but these parameters "
+                f"have {len(expected)}"
             )
         self._owned = sum(len(round_.owned) for round_ in self.exchanges)
 

@@ -96,14 +96,14 @@ def matrices_of(
     if len(shape) != 2:
         raise ValueError(
             f"parameter_group of the --model-file returns {group!r} for {name}, of shape "
-            f"{list(shape)}, which is not a matrix: let it return 'vector', or place the matrices "
-            "of experts below one another as sections (mpu/layers/experts.py)"
+            f"{list(shape)}, which is not a matrix: return 'vector', or stack the matrices of "
+            "experts along dim 0 as sections (mpu/layers/experts.py)"
         )
     sizes = place.sections or (place.shape[0],)
     if place.dim == 1 and len(sizes) > 1:
         raise ValueError(
             f"{name}: its Placement cuts {len(sizes)} sections by columns, so no rank has whole "
-            "rows of one: cut them by rows (dim=0)"
+            "rows of a section: cut them by rows (dim=0)"
         )
     fused = 1 if (split.qkv if place.qkv else split.others) else place.fused or len(sizes)
     of_section: list[list[tuple[int, int, Cut]]] = [[] for _ in sizes]  # place, row at, cut

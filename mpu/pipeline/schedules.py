@@ -130,9 +130,8 @@ def build(
         raise ValueError(f"{name} has {CHUNKS[name]} virtual stages a rank, not {v}")
     if overlaps:
         if name not in OVERLAPPING:
-            raise ValueError(
-                f"{name} has no forward that can overlap a backward: {OVERLAPPING} have"
-            )
+            can = " and ".join(OVERLAPPING)
+            raise ValueError(f"{name} cannot overlap a forward with a backward: only {can} can")
         return one_f_one_b(p, m, overlaps)
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "v-half": v_half}
     return makers[name](p, m)

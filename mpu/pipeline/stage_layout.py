@@ -198,16 +198,16 @@ def _written(layout: str, num_layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage of a layout; raise ValueError if it is invalid."""
     texts = read_layout(layout)
     if len(texts) != stages:
-        raise ValueError(f"it has {len(texts)} stages and {stages} are needed")
+        raise ValueError(f"it has {len(texts)} stages, but {stages} are needed")
     chars = "".join(texts)
     for symbol, end, where in (("E", texts[0][:1], "first"), ("L", texts[-1][-1:], "last")):
         if chars.count(symbol) != 1 or end != symbol:
             raise ValueError(
-                f"{symbol} must be the {where} symbol, and stand once; it has {chars.count(symbol)}"
+                f"{symbol} must be the {where} symbol, and occur once; it has {chars.count(symbol)}"
             )
     if chars.count("t") != num_layers:
         raise ValueError(
-            f"the number of t's must be that of the layers, {num_layers}; it is {chars.count('t')}"
+            f"the number of t's must be that of the layers, {num_layers}, not {chars.count('t')}"
         )
     return [text.count("t") for text in texts]
 
@@ -223,7 +223,7 @@ def read_layout(text: str) -> list[str]:
         raise ValueError(f"it has more than {DEEPEST} parentheses")
     out, left = _sequence(words, 0)
     if left < len(words):
-        raise ValueError("a ) closes nothing")
+        raise ValueError("a ) has no matching (")
     return out.split("|")
 
 
@@ -235,10 +235,10 @@ def _sequence(words: list[str], at: int) -> tuple[str, int]:
         if item == "(":
             item, at = _sequence(words, at)
             if at == len(words):
-                raise ValueError("a ( is never closed")
+                raise ValueError("a ( has no matching )")
             at += 1
         elif item == "m":
-            raise ValueError("m, a layer that predicts several tokens ahead: a Llama has none")
+            raise ValueError("m (multi-token prediction) is not available")
         elif item not in "EtL|":
             raise ValueError(
                 f"{item} is none of E (embedding), t (layer), L (loss), | (next stage), ( ) and *n"

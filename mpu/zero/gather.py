@@ -46,7 +46,7 @@ class Gatherer:
             if bucket.users:
                 names = [name for each in bucket.block for name, _, _ in each.params]
                 raise RuntimeError(
-                    f"a use of {names[0]}, or another weight gathered with it, has not ended: each "
+                    f"a use of {names[0]}, or of a weight gathered with it, has not ended: each "
                     "acquire needs an end_use in the same forward or backward (docs/forking.md)"
                 )
             self.reshard(bucket)

@@ -30,8 +30,8 @@ from mpu.zero.bucket import ParamAndGradBucket
 
 STEPS = 10  # the most steps in which a weight with a zero gradient is checked again
 REMEDY = (
-    "say where it is used, as in RMSNorm(d, ctx=ctx, region=Region.TENSOR_PARALLEL) on a shard of "
-    "heads or features; docs/forking.md"
+    "give the region where it is used, as in RMSNorm(d, ctx=ctx, region=Region.TENSOR_PARALLEL) "
+    "on a shard of heads or features (docs/forking.md)"
 )
 
 
@@ -88,9 +88,8 @@ class GradientCheck:
                     )
                 elif agree and partial:
                     warnings.append(
-                        f"{name}: its gradients are added over {axis.name}, whose ranks all have "
-                        "the same already; if they were added before, this sum is one too many: "
-                        "run "
+                        f"{name}: its gradients are summed over {axis.name}, whose ranks all have "
+                        "the same ones; if they were summed before, this counts them twice: run "
                         "make fork-check (docs/forking.md)"
                     )
         self._partial.clear()
@@ -145,8 +144,8 @@ def check_registered(module: nn.Module) -> None:
     if hidden := unregistered(module):
         raise PlacementError(
             f"{hidden}: a tensor there requires a gradient and is not a parameter of the module, "
-            "so nothing would train or save it; assign it as an attribute of its own, or put it "
-            "into nn.ParameterList, nn.ParameterDict or nn.ModuleList"
+            "so it would be neither trained nor saved; make it an attribute of the module, or put "
+            "it into nn.ParameterList, nn.ParameterDict or nn.ModuleList"
         )
 
 

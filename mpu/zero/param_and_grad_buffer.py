@@ -126,9 +126,8 @@ class ParamAndGradBuffer(GradientSink):
             if placement_of(param).axis.name == "ep" and not self.grid.ep_size:
                 if self.grid.world_size > 1:
                     raise PlacementError(
-                        f"{name} is placed on the axis ep, which this run does not have: its "
-                        "gradient would not be summed; give the size of that axis "
-                        "(expert_model_parallel_size)"
+                        f"{name} is placed on the axis ep, which this run does not have, so its "
+                        "gradient would not be summed; set expert_model_parallel_size"
                     )
             extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
             axes[tuple(a.name for a in extra)] = extra
@@ -271,8 +270,8 @@ class ParamAndGradBuffer(GradientSink):
         bucket = self._holding(param)
         if not isinstance(bucket, ParamAndGradBucket):
             raise RuntimeError(
-                f"{self.name_of(param)} is frozen, and its layer's backward gives it a gradient: "
-                "let it look at needs_input_grad of the weight (docs/forking.md)"
+                f"{self.name_of(param)} is frozen, but its layer's backward gives it a gradient: "
+                "the backward must check needs_input_grad of the weight (docs/forking.md)"
             )
         return bucket
 
@@ -289,8 +288,8 @@ class ParamAndGradBuffer(GradientSink):
         bucket = self._bucket_of.get(param)
         if bucket is None:
             raise RuntimeError(
-                f"{self.name_of(param)} is used and was no parameter of the model when its buckets "
-                "were made: make it in __init__, as an attribute of a module"
+                f"{self.name_of(param)} is used, but was not a parameter of the model when the "
+                "buckets were made: create it in a module's __init__, as an attribute"
             )
         return bucket
 
@@ -339,10 +338,10 @@ class ParamAndGradBuffer(GradientSink):
         return (
             f"{self.name_of(more[0])}{others} gave its gradient "
             f"{self._given[more[0]]} times in {self._micro_batches} micro-batches, and a forward "
-            f"uses it {count} time{'s' * (count != 1)}{where}: so the sum of its bucket had begun "
-            "before the last gradient came. A forward must use a weight equally often in each "
-            "micro-batch and on meta tensors, where its uses are counted (docs/forking.md); "
-            "without --overlap-grad-reduce and --zero-reduce-each-microbatch sums begin after the "
+            f"uses it {count} time{'s' * (count != 1)}{where}: the reduction of its bucket had "
+            "begun before the last gradient. A forward must use a weight equally often in each "
+            "micro-batch and on meta tensors, where uses are counted (docs/forking.md). Without "
+            "--overlap-grad-reduce and --zero-reduce-each-microbatch reductions begin after the "
             "last micro-batch"
         )
 
@@ -367,8 +366,8 @@ class ParamAndGradBuffer(GradientSink):
             if param.grad is not None:
                 if bucket.sharded:
                     raise RuntimeError(
-                        f"{name} was used in plain autograd, where at ZeRO stage 3 it has no "
-                        "values: take it by mpu.gradients.use(weight, ctx.sink)"
+                        f"{name} was used in plain autograd, but at ZeRO stage 3 it has no values "
+                        "there: use the result of mpu.gradients.use(weight, ctx.sink)"
                     )
                 self.add(param, param.grad)
                 param.grad, bucket.plain = None, True

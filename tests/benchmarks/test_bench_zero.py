@@ -52,7 +52,7 @@ def test_rows_hold_each_level_against_its_peer() -> None:
 def test_another_training_is_not_timed() -> None:
     sides = {("Weft", 3): side(0.2, 400, 8.0, 7.5), ("FSDP2", 3): side(0.5, 500, 8.0, 7.6)}
     [(table, problem)] = rows("tiny-fp32-2", sides, 0.1, 0.18)
-    assert table == "not the same training" and "losses are 1.0e-01 apart" in problem
+    assert table == "not the same training" and "losses differ by 1.0e-01" in problem
 
 
 def test_hidden_share() -> None:

@@ -81,7 +81,7 @@ def test_json_bytes_and_missing_files_are_found(kept: Path, tmp_path: Path) -> N
     file.write_text(json.dumps(state))
     assert differ(kept, other).endswith("config: run.seed is only in base")
     file.unlink()
-    assert differ(kept, other) == f"{STEPS[0]}: only one of both has ['state.json']"
+    assert differ(kept, other) == f"{STEPS[0]}: only one side has ['state.json']"
     shutil.rmtree(other / STEPS[0])
     assert differ(kept, other).endswith(f"holds ['{STEPS[1]}'], not {STEPS}")
 

@@ -53,7 +53,7 @@ def test_a_fork_that_calls_core_attention_is_refused(tmp_path):
             "from mpu.layers.attention.core import core_attention"
         ),
     }
-    with pytest.raises(ValueError, match="takes the place of core_attention in a --model-file"):
+    with pytest.raises(ValueError, match="use core_attention_of.ctx. instead of core_attention"):
         check(tmp_path / "plain.py", "p2p", edits)
 
 
@@ -64,5 +64,5 @@ def test_a_fork_that_asks_for_each_layers_context_passes(tmp_path):
 
 def test_the_documents_of_whole_rows_are_what_a_rank_takes():
     qkv, turn = torch.randn(8, 1, 32), torch.ones(8, 1, 1, 4)
-    with pytest.raises(ValueError, match="have 16 tokens, the batch 8; under context parallelism"):
+    with pytest.raises(ValueError, match="have 16 tokens, but the batch has 8; under context"):
         core_attention(qkv, turn, turn, 2, 1, PackedSeqParams.of((16,)))

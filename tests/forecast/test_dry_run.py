@@ -30,13 +30,13 @@ def test_the_groups_follow_the_order_of_the_ranks():
     config = read(f"{PIPELINE} 16 --tensor-model-parallel-size 2 --rank-order pp-dp-tp-cp", 16)
     text = report(config)
     for line in (
-        "ranks count along the axes in the order pp-dp-tp-cp, fastest first\n",
+        "rank numbers go along the axes pp-dp-tp-cp, the first one fastest\n",
         "tensor-parallel group of rank 0: 0, 8\n",
         "data-parallel group of rank 0: 0, 4\n",
         "pipeline group of rank 0: 0, 1, 2, 3\n",
     ):
         assert line in text
-    assert "ranks count along" not in report(read(f"{PIPELINE} 32", 8))
+    assert "rank numbers go along" not in report(read(f"{PIPELINE} 32", 8))
     alias = read(f"{PIPELINE} 32 --use-tp-pp-dp-mapping", 8)
     assert alias.parallel.rank_order == "tp-cp-pp-dp"
     megatrons = read(f"{PIPELINE} 32 --rank-order tp-cp-ep-dp-pp", 8)

@@ -247,7 +247,7 @@ def test_a_norm_of_ones_own_and_another_package(tmp_path, way):
 @pytest.mark.parametrize("flag", ["--norm-backend apex", "--norm-backend te"])
 @pytest.mark.parametrize(
     "fork_of, says",
-    [("gemma2", r"multiplies by 1 \+ w"), ("phi", "no module of a layer takes the norm's kernel")],
+    [("gemma2", r"multiplies by 1 \+ w"), ("phi", "no module of a layer has the norm's kernel")],
 )
 def test_worked_forks_refuse_norms_of_a_package(fork_of, says, flag):
     argv = [*ON_CUDA.split(), *flag.split(), "--model-file", f"examples/forks/{fork_of}.py"]

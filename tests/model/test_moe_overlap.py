@@ -120,5 +120,5 @@ def test_every_overlapping_schedule_is_valid_and_as_fast() -> None:
         costs = Costs(even, even, even)
         assert simulate(pairs, costs).step == simulate(plain, costs).step
         assert [*map(sorted, pairs.ranks)] == [*map(sorted, plain.ranks)]
-    with pytest.raises(ValueError, match="zb-v has no forward that can overlap a backward"):
+    with pytest.raises(ValueError, match="zb-v cannot overlap a forward with a backward"):
         build("zb-v", 2, 4, 2, overlaps=True)

@@ -47,7 +47,7 @@ def test_a_torch_that_is_too_old_is_one_sentence(tmp_path: Path, script: str) ->
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n")
     done = run(script, "torch", tmp_path)
-    said = f"torch 2.10.1 is older than 2.11, the oldest that Weft runs with: {sys.executable}"
+    said = f"torch 2.10.1 is older than 2.11, the oldest that Weft supports: {sys.executable}"
     assert done.returncode == 2 and done.stderr.startswith(f"{Path(script).name}: {said}")
     assert done.stderr.count("\n") == 1
 
@@ -66,7 +66,7 @@ def test_the_sentence_names_the_environment(
     )
     monkeypatch.setattr(needs, "ROOT", tmp_path)
     assert needs.lacking() == ["no-such-package"]
-    assert "`make setup` makes .venv" in needs.sentence("numpy")
+    assert "`make setup` installs them in .venv" in needs.sentence("numpy")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").write_text("")
     said = needs.sentence("numpy")

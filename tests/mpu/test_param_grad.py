@@ -257,19 +257,19 @@ SAYS = {
     "nn.Linear": "own.weight: its gradient differs among the ranks of tp, though it should be",
     "nn.LayerNorm": "own.weight: its gradient differs among the ranks of tp",
     "nn.Parameter": "own.weight: its gradient differs among the ranks of tp",
-    "values of tp": "own.weight: its values differ among the ranks of tp, which all hold it: draw",
+    "values of tp": "own.weight: its values differ among the ranks of tp, which all hold it: init",
     "values of dp": "own.weight: its values differ among the ranks of dp_cp, which all hold it",
     "not connected": "the 2 ranks of tp are not connected: call Grid.connect",
-    "never drawn": "a weight of shape [6, 12] is used, and has no values yet: draw it",
+    "never drawn": "a weight of shape [6, 12] is used before it has values: initialize",
     "step first": "the optimizer would step before the gradients were summed over the ranks: call",
     "own step first": "a weight of shape [12, 6] was changed before the gradients were summed over",
-    "twice": "finish_grad_sync was called, and no gradient has been added since",
-    "no zero_grad": "a weight of shape [12]: a gradient would be added to the sum of the step",
+    "twice": "finish_grad_sync was called, but no gradient has been added since",
+    "no zero_grad": "a weight of shape [12]: a gradient would be added to the sum of the previous",
     "no zero_grad of torch's": "a weight of shape [12]: a gradient would be added to the sum",
     "another grid": "up was built with another grid than finish_grad_sync was given",
     "another sink": "up was built with another sink: make its LayerContext with sink=",
     "sparse": "own.bias has a sparse gradient, which cannot be summed",
-    "other parameters": "the ranks gave finish_grad_sync models with other parameters",
+    "other parameters": "finish_grad_sync got models with different parameters on the ranks",
     "none": "",
 }
 
@@ -290,7 +290,7 @@ def test_a_mistake_is_one_sentence_on_every_rank(world):
 
 
 def test_a_gradient_that_was_summed_before_is_warned_of(world):
-    assert world(2).run(warned) == [["scale: its gradients are added over ranks that all have"], []]
+    assert world(2).run(warned) == [["scale: its gradients are summed over ranks that all"], []]
 
 
 def warned(comm) -> list[str]:
@@ -303,7 +303,7 @@ def warned(comm) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         sink.finish_grad_sync(model, grid)
-    return [str(each.message)[:55] for each in seen]
+    return [str(each.message)[:51] for each in seen]
 
 
 @pytest.mark.prove

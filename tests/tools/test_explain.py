@@ -117,7 +117,7 @@ def run(comm, tp, dp, rest):
 def check_streams(streams, counted, text):
     """Hold a timeline to the text: as many transfers, and each hides as many matmuls."""
     transfers = [box for box in streams.boxes if box.stream != COMPUTE]
-    before = text.partition("started by the update of the step before")[2].partition("\n---")[0]
+    before = text.partition("started by the update of the previous step")[2].partition("\n---")[0]
     early = Counter(re.findall(r"^ {5}.*? (\w+) +of \d+ .* async  ", before, re.M))
     stated = Counter(axis for (axis, _), (times, _) in counted.items() for _ in range(times))
     assert Counter(box.stream for box in transfers) == stated + early
@@ -219,7 +219,7 @@ def test_a_reader_follows_a_message(world):
     assert "pp_back from rank 1 " in lines[at]
     assert "the input of BW chunk 0 micro-batch 0, which waits for it at mpu/" in lines[at + 1]
     assert lines[at + 1].endswith("hidden under: F chunk 0 micro-batch 1")
-    assert "BW chunk 0 micro-batch 1 in stage 0 of iteration 1: nothing travels" in first
+    assert "BW chunk 0 micro-batch 1 in stage 0 of iteration 1: no communication" in first
 
     lines = second.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "stage 0's activation 0  receive" in x)

@@ -137,10 +137,10 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
     gathers = [event for event in events if "gather bucket" in event]
     order = [re.search(r"bucket (\d)", event)[1] for event in gathers]
     assert order == list("4321023"), "to the head and back; bucket 1 stays whole at the turn"
-    assert "the 6 weights of layers.1, asked for by layers.0.attention_norm" in gathers[2]
+    assert "the 6 weights of layers.1, requested by layers.0.attention_norm" in gathers[2]
     assert "gathered at the same time: bucket 3 waited for at layers.1.attention_norm" in gathers[2]
     assert gathers[2].endswith("matmul of layers.0.attention.qkv to matmul of layers.0.mlp.down")
-    assert "asked for by layers.1.mlp.down" in gathers[-1]
+    assert "requested by layers.1.mlp.down" in gathers[-1]
     assert all(event.count("gathered at the same time") == 1 for event in gathers)
     assert "bucket 1: the 6 weights of layers.2; 45,056 numbers, rank 0 of 2 owns" in text
     _, events = explained(world, 3, layers=3, ahead=False)
@@ -153,4 +153,4 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
 def test_the_command(capsys):
     assert main(["--dp", "2", "--layers", "1", "--zero", "3"]) == 0
     out = capsys.readouterr().out
-    assert "ZeRO level 3. It is the second step" in out and out.endswith("All equal.\n")
+    assert "ZeRO stage 3. This is the second step" in out and out.endswith("All equal.\n")

@@ -74,7 +74,7 @@ MISTAKES = {
             "added more than once: by the layer itself",
             "the gradient of layers.3.attention.gain (in layers.3.attention), before it is summed",
             "added over tp twice",
-            "warning, tp 2: layers.0.attention.gain: its gradients are added over tp",
+            "warning, tp 2: layers.0.attention.gain: its gradients are summed over tp",
         ),
     ),
     "wrong cut": (
@@ -136,7 +136,7 @@ MISTAKES = {
             "self.groups, packed, cache=cache": "self.groups, None, cache=cache",
         },
         "cp 2 all_gather; dp 2",
-        ("sends nothing to the other ranks, so its tokens would not see theirs",),
+        ("sends nothing over the context-parallel group, so tokens would not attend to",),
     ),
     "positions counted on a rank": (
         "llama",
@@ -264,7 +264,7 @@ def test_a_mistake_is_named(name, tmp_path, capfd):
     "name, code, kind, told",
     [
         ("missing sum", 1, "err", "_norm.weight: its gradient differs among the ranks of tp"),
-        ("double sum", 0, "out", "gain: its gradients are added over tp, whose ranks all have the"),
+        ("double sum", 0, "out", "gain: its gradients are summed over tp, whose ranks all have"),
         (
             "a weight detached",
             0,

@@ -438,7 +438,7 @@ def test_without_a_gpu_its_flag_is_refused_in_a_sentence(monkeypatch: Any, capsy
     with pytest.raises(SystemExit):
         main(["--load", "nowhere", "--prompt", "w1", "--device", "cuda"])
     assert capsys.readouterr().err == (
-        "generate: there is no CUDA device here: use --device cpu\n"
+        "generate: torch sees no CUDA device: use --device cpu\n"
     )
 
 

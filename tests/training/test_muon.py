@@ -413,8 +413,8 @@ WRONG = {  # what a fork's file does: what is said
             "Region.REPLICATED)\n        self.gate_up = ",
         },
         "--optimizer muon: parameter_group of the --model-file returns 'matrix' for "
-        "layers.0.mlp.cube, of shape [2, 3, 4], which is not a matrix: let it return 'vector', or "
-        "place the matrices of experts below one another as sections (mpu/layers/experts.py)",
+        "layers.0.mlp.cube, of shape [2, 3, 4], which is not a matrix: return 'vector', or stack "
+        "the matrices of experts along dim 0 as sections (mpu/layers/experts.py)",
     ),
 }
 FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2

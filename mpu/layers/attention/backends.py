@@ -133,15 +133,15 @@ def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "r
     """
     if work in ("documents", "cache"):
         return (
-            "cuDNN builds a plan for each new length, and those of documents and windows change "
-            "from step to step; use flash or auto"
+            "cuDNN builds a plan for each new length, and the lengths of documents and windows "
+            "change from step to step; use flash or auto"
         )
     if dtype not in HALVES:
         return f"cuDNN's attention computes bf16 and fp16, not {_name(dtype)}; use auto"
     if not (8, 0) <= (card.major, card.minor) <= (12, 1):
-        return f"cuDNN's attention runs on compute capability 8.0 to 12.1, not {card}"
+        return f"cuDNN's attention runs on compute capability 8.0 to 12.1, not {card}; use auto"
     if card.cudnn < CUDNN_OLDEST:
-        return f"torch's cuDNN must be 9.0 or newer, here is {card}"
+        return f"torch's cuDNN must be 9.0 or newer, found {card}; use auto"
     if card.deterministic:
         return "cuDNN's attention is not deterministic; with --deterministic-mode use flash"
     wide = (card.major, card.minor) == (9, 0) or card.major == 10
@@ -150,7 +150,7 @@ def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "r
         only = "or of 256 " if most == 256 else ""
         return (
             f"--kv-channels {head_size}: cuDNN's attention takes a head of at most 128 channels "
-            f"{only}in multiples of 8 on {card}"
+            f"{only}in multiples of 8 on {card}; use auto"
         )
     return ""
 
@@ -163,7 +163,7 @@ def why_no_length(card: Card, length: int) -> str:
     if card.cudnn > CUDNN_PREFERRED or length % 128 == 0:
         return ""
     return (
-        f"cuDNN {_version(card.cudnn)} reads beyond rows and blocks of {length} tokens, which are "
+        f"cuDNN {_version(card.cudnn)} reads beyond the end of rows and blocks of {length} tokens, "
         "no multiple of 128; use flash or auto, or cuDNN 9.15.1 or newer"
     )
 
@@ -177,7 +177,7 @@ def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
     if dtype not in HALVES:
         return f"FlashAttention computes bf16 and fp16, not {_name(dtype)}; use auto"
     if not (8, 0) <= place <= (12, 1):
-        return f"FlashAttention runs on compute capability 8.0 to 12.1, not {card}"
+        return f"FlashAttention runs on compute capability 8.0 to 12.1, not {card}; use auto"
     if head_size % 8 or head_size > 256:
         return (
             f"--kv-channels {head_size}: FlashAttention takes a head of at most 256 channels in "
@@ -185,8 +185,8 @@ def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
         )
     if ((8, 6) <= place <= (8, 9) or place >= (12, 0)) and 192 < head_size <= 224:
         return (
-            f"--kv-channels {head_size}: FlashAttention's backward takes no head of 193 to 224 "
-            f"channels on {card}; use auto"
+            f"--kv-channels {head_size}: FlashAttention's backward does not support a head of 193 "
+            f"to 224 channels on {card}; use auto"
         )
     return ""
 

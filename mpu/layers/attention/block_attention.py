@@ -52,10 +52,10 @@ def block_attention(
     s, keys = q.shape[2], k.shape[2]
     documents = (keys,) if packed is None else packed.lengths
     if packed is not None and sum(documents) != keys:
-        cut = "" if sum(documents) % keys else "; under context parallelism core_attention_of(ctx) "
+        cut = "" if sum(documents) % keys else "; under context parallelism a --model-file must "
         raise ValueError(
-            f"the packed documents have {sum(documents)} tokens, the batch {keys}"
-            f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
+            f"the packed documents have {sum(documents)} tokens, but the batch has {keys}"
+            f"{cut and cut + 'use core_attention_of(ctx) instead of core_attention'}"
         )
     rows = packed is None and not window and s == keys
     e, one_call = v.shape[3], sink is None  # torch's backward has no gradient of a log-sum-exp

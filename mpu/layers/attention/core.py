@@ -166,7 +166,7 @@ def check_attention(
     """Raise ValueError if the arguments of `CoreAttention.attend` are invalid."""
     shapes = [list(x.shape) for x in (q, k, v)]
     if {len(shape) for shape in shapes} != {4}:
-        raise ValueError(f"attend: q, k and v are [s, b, heads, size], not {shapes}")
+        raise ValueError(f"attend: q, k and v must be [s, b, heads, size], not {shapes}")
     (s, b, a, d), (keys, rows, g, of_keys), of_values = shapes
     if (s, b, d) != (keys, rows, of_keys) or [keys, rows, g] != of_values[:3]:
         raise ValueError(
@@ -181,8 +181,8 @@ def check_attention(
         raise ValueError(f"attend: scale is {scale!r}: it must be a finite number above 0")
     if sink is not None and list(sink.shape) != [a]:
         raise ValueError(
-            f"attend: sink is {list(sink.shape)}: it must have a logit of each of the rank's {a} "
-            "query heads"
+            f"attend: sink is {list(sink.shape)}: it must be [{a}], a logit for each of the rank's "
+            f"{a} query heads"
         )
 
 

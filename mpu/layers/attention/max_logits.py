@@ -209,8 +209,8 @@ class MaxLogits(StepState):
             return
         if len(noted) != len(self.linears):
             raise ValueError(
-                f"--qk-clip: {len(noted)} layers attend and {len(self.linears)} make queries and "
-                "keys by qkv_linear (mpu/layers/qkv.py): each attention must have one"
+                f"--qk-clip: {len(noted)} layers have attention, but {len(self.linears)} make "
+                "queries and keys by qkv_linear (mpu/layers/qkv.py): each layer must use it"
             )
         shared = self.ctx.grid.tp_kv
         pairs = zip(parts, self.linears, strict=True)

@@ -282,7 +282,7 @@ def _within(block: Block, places: _Places) -> Iterator[Block]:
         if part == "all" or some == kv:
             yield Block(q, some, part)
             continue
-        assert part == "triu", "a query's own keys are where the query is"
+        assert part == "triu", "a rank holds the keys of its own queries"
         # queries before `inside` attend to all keys of `some`, those inside to its triangle
         inside = range(q.start + some.start - kv.start, q.start + some.stop - kv.start)
         if q.start < inside.start:

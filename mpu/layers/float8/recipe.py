@@ -321,8 +321,8 @@ def use_float8(
         for name, layer in found.items():
             if (axis := placement_of(layer.weight).axis) is not ctx.tp:
                 raise ValueError(
-                    f"--fp8-recipe delayed: {name} is cut over {axis.name}, and amaxes are stored "
-                    "of layers that are cut over tp: give tensorwise"
+                    f"--fp8-recipe delayed: {name} is sharded over {axis.name}, but amaxes are "
+                    "stored only for layers that are sharded over tp: use --fp8-recipe tensorwise"
                 )
         names, like = [f"{name}.weight" for name in found], next(model.parameters())
         amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like)

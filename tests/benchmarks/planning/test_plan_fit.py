@@ -55,7 +55,7 @@ def test_the_odds_stand_beside_the_time_that_the_planner_predicts(
     assert float(crashed["odds_of_crash"]) > 0.9
     path.write_text(path.read_text().replace("model,", "framework,gpu,n_gpus,seq,model,"))
     assert plan_odds.main([str(path), "--out", str(beside)]) == 2
-    assert "no runs; the odds are those of nanotron_h100" in capsys.readouterr().err
+    assert "no runs; odds are known for nanotron_h100 only" in capsys.readouterr().err
 
 
 def test_a_fit_finds_the_constants_that_made_the_runs(tmp_path: Path) -> None:

@@ -159,11 +159,11 @@ def test_vtrain_and_several_are_told_by_their_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("1B,1,8,one,1,1,32,256,1,,,,,ok", "runs.csv, line 3, tp: 'one' is no number"),
+        ("1B,1,8,one,1,1,32,256,1,,,,,ok", "runs.csv, line 3, tp: 'one' must be a number"),
         ("1B,1,8,0,1,1,32,256,1,,,,,ok", "runs.csv, line 3, tp: '0' must be a whole number"),
         ("1B,1,8,1,1,1.5,32,256,1,,,,,ok", "line 3, mbs: '1.5' must be a whole"),
-        ("1B,1,8,1,1,,32,256,1,,,,,ok", "line 3, mbs: '' is needed"),
-        ("9Q,1,8,1,1,1,32,256,1,,,,,ok", "line 3, model: '9Q' is no model of known sizes"),
+        ("1B,1,8,1,1,,32,256,1,,,,,ok", "line 3, mbs: '' must be given"),
+        ("9Q,1,8,1,1,1,32,256,1,,,,,ok", "line 3, model: '9Q' must be one of "),
         ("1B,1,8,1,1,1,32,256,inf,,,,,ok", "line 3, zero: 'inf' must be a finite"),
         ("1B,1,8,1,9999,1,32,256,1,,,,,ok", "line 3, pp: '9999' must be at most 4,096"),
         ("1B,1,8,1,1,1,32,256,1,,,,,ok,more", "line 3: has more values"),
@@ -188,21 +188,22 @@ def test_an_unknown_gpu_has_a_reason_and_a_known_model_needs_no_sizes(tmp_path: 
              "x,unknown,H100,8,bf16,1,1,1,128,8192"]  # fmt: skip
     table = read_table(written(tmp_path, "\n".join([head, *lines])))
     assert [row.record["ffn"] for row in table.rows] == [14336]
-    assert "is no known device" in table.reasons[1] and "layers: None is needed" in table.reasons[2]
+    assert "must be one of GB300" in table.reasons[1]
+    assert "layers: None must be given" in table.reasons[2]
 
 
 @pytest.mark.parametrize(
     ("gpu", "precision", "recompute", "said"),
     [
-        ("GB200", "NVFP4", "", "line 3, precision: 'NVFP4' is one whose rate is not known"),
-        ("H100", "fp4", "", "precision: 'fp4' is one whose rate is not known"),
-        ("H100", "int8", "", "precision: 'int8' is one whose rate is not known"),
-        ("H100", "fp32", "", "precision: 'fp32' is one whose rate is not known"),
-        ("A100-SXM-80G", "fp8", "", "precision: 'fp8' is none that NVIDIA A100 SXM multiplies in"),
-        ("H200", "FP8-MX", "", "precision: 'FP8-MX' is none that NVIDIA H200"),
-        ("H100-PCIe", "bf16", "", "gpu: 'H100-PCIe' is no known device"),
-        ("RTX A1000", "bf16", "", "gpu: 'RTX A1000' is no known device"),
-        ("H100", "bf16", "some", "recompute: 'some' is none of full, selective and none"),
+        ("GB200", "NVFP4", "", "line 3, precision: 'NVFP4' must be bf16, fp16"),
+        ("H100", "fp4", "", "precision: 'fp4' must be bf16, fp16"),
+        ("H100", "int8", "", "precision: 'int8' must be bf16, fp16"),
+        ("H100", "fp32", "", "precision: 'fp32' must be bf16, fp16"),
+        ("A100-SXM-80G", "fp8", "", "precision: 'fp8' is not available on NVIDIA A100 SXM"),
+        ("H200", "FP8-MX", "", "precision: 'FP8-MX' is not available on NVIDIA H200"),
+        ("H100-PCIe", "bf16", "", "gpu: 'H100-PCIe' must be one of"),
+        ("RTX A1000", "bf16", "", "gpu: 'RTX A1000' must be one of"),
+        ("H100", "bf16", "some", "recompute: 'some' must be full, selective or none"),
     ],
 )
 def test_what_is_not_known_is_refused(
@@ -224,13 +225,13 @@ def test_host_waits_of_nanotron_are_not_other_programs(tmp_path: Path) -> None:
 
 
 def test_an_unknown_header_and_a_broken_profile_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RowError, match="none of the three known ones"):
+    with pytest.raises(RowError, match="one of the three known ones"):
         read_table(written(tmp_path, "a,b\n1,2"))
-    with pytest.raises(ProfileError, match="no such profile"):
+    with pytest.raises(ProfileError, match="must be FRAMEWORK_DEVICE"):
         profile("nanotron_v100")
     broken = tmp_path / "p.json"
     broken.write_text('{"constants": {"speed": 1}}')
-    with pytest.raises(ProfileError, match="speed, which nothing reads"):
+    with pytest.raises(ProfileError, match="constants has the unknown key speed"):
         read_fitted(broken)
 
 

@@ -130,7 +130,7 @@ def test_a_plan_ranks_by_what_was_measured(ask: Ask, stand_in: StandIn, tmp_path
     measured = column(out, "measured")
     assert measured[0].startswith("200 (") and measured[1].startswith("15 (")
     assert measured[2] == "failed" and "3 failed: rank 1: CUDA out of memory" in out
-    command = out.split("as examples of your own choices:")[1].replace("\\\n", " ")
+    command = out.split("by your own flags:")[1].replace("\\\n", " ")
     assert order[0] in " ".join(command.split())
     assert "layout 2 of 3: failed: rank 1: CUDA out of memory" in err
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -174,9 +174,9 @@ def test_a_mistake_is_one_sentence(
 
 def test_more_ranks_than_this_machine_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for name, said in (
-        ("999xcpu", "999xcpu has 999 ranks, and this machine "),
-        ("999xh100", "999xh100 has 999 ranks, and this machine 0 GPUs"),
-        ("2x8xh100", "2x8xh100 has 2 nodes, and torchrun starts the ranks of one"),
+        ("999xcpu", "999xcpu has 999 ranks, but this machine has "),
+        ("999xh100", "999xh100 has 999 ranks, but this machine has 0 GPUs"),
+        ("2x8xh100", "2x8xh100 has 2 nodes, but torchrun starts the ranks of one"),
     ):
         assert plan.main([TINY, name, "--measure", "1"]) == 2
         assert said in capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_more_ranks_than_this_machine_has_are_refused(capsys: pytest.CaptureFixt
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "it is not of the format weft-measured"),
+        ("[]", "its format is not weft-measured"),
         ('{"format": "weft-measured", "runs": [{"layout": "x"}]}', "a run must be an object with "),
         ('{"format": "weft-measured"}', "'runs'"),
         ('{"format": "weft-measured", "runs": [7]}', "a run must be an object with "),

@@ -326,7 +326,7 @@ def test_why_says_what_is_compared(
 def test_nothing_that_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["405B", "h100_8_nodes", "--nodes", "1", "--global-batch-size", "8"]
     assert plan.main(argv) == 1
-    assert "none fits 73.7 GB; least with" in capsys.readouterr().out
+    assert "none fits 73.7 GB; the smallest needs" in capsys.readouterr().out
     assert plan.main([*argv, "--why", "--tensor-model-parallel-size 8 --sequence-parallel"]) == 1
     assert "it needs " in capsys.readouterr().out
 
@@ -394,10 +394,10 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no flags of model/llama\.py give embedding_multiplier:"):
         read_model(str(tmp_path), 1024)  # the command lost it
     (tmp_path / "config.json").write_text(json.dumps(granite | {"residual_multiplier": 0.22}))
-    with pytest.raises(ValueError, match=r": examples/forks/granite\.py computes it$"):
+    with pytest.raises(ValueError, match=r"; --model-file examples/forks/granite\.py supports it$"):
         read_model(str(tmp_path), 1024)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="it is no JSON object"):
+    with pytest.raises(ValueError, match="it must be a JSON object"):
         read_model(str(tmp_path), 1024)
 
 
@@ -413,10 +413,10 @@ def test_a_plan_takes_a_fork_s_own_flags_and_no_checkpoint() -> None:
     [
         (
             [SMALL + " --num-experts 8 --moe-layer-freq 2", "h100_8_nodes"],
-            "its layers with experts stand among dense ones",
+            "it has both dense layers and layers with experts",
         ),
         (["9B", "h100_8_nodes"], "9B: not a file, flags in quotes, or a known model"),
-        (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
+        (["8B", "h100"], "h100: no cluster file h100.json; the known names are a100_16_n"),
         (["8B", "8xmi300x"], "AMD's ROCm"),
         ([SMALL.replace(" --vocab-size 32000", ""), "h100_8_nodes"], "--vocab-size is missing"),
         ([SMALL + " --num-layer 3", "h100_8_nodes"], "--num-layer"),
@@ -431,7 +431,7 @@ def test_a_plan_takes_a_fork_s_own_flags_and_no_checkpoint() -> None:
         ),
         (
             ["1B", "h100_8_nodes", "--why", "--num-layers 8"],
-            "--num-layers in a layout's flags makes another model than 1B",
+            "--num-layers in a layout's flags changes the model, 1B",
         ),
         ([SMALL, "h100_8_nodes", "--seq-length", "64", "--global-batch-size", "1"], "no layout of"),
     ],

@@ -96,7 +96,7 @@ def test_half_of_a_lines_transfers_may_be_exposed():
 def test_a_copy_to_the_device_is_a_transfer_too(stream):
     copy = runs((INPUT,), (OUTPUT,), 0.0, "memcpy HtoD", stream)
     events = (copy, Record(0, 1, ""), Wait(0, 0, ""), READS)
-    on_computing = ["memcpy HtoD of 1,048,576 bytes on the stream that computes"]
+    on_computing = ["memcpy HtoD of 1,048,576 bytes on the compute stream"]
     assert found(runs(), *events) == (["an earlier start"] if stream else on_computing)
 
 

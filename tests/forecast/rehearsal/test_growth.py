@@ -38,7 +38,7 @@ SENT = "waiting for its last messages to be sent"
 @pytest.mark.parametrize(
     "freed, said",
     [
-        ({}, ["a.py:1 memory of 3 micro-batches lives when they are over"]),
+        ({}, ["a.py:1 memory of 3 micro-batches is still live after their end"]),
         ({0: 1, 1: 2, 2: 3}, []),
         ({0: 3, 1: 3}, []),
     ],

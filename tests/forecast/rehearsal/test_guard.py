@@ -96,7 +96,7 @@ def test_a_library_of_another_source_is_not_taken(monkeypatch, tmp_path):
 
 def test_another_device_is_said():
     """This process has imported torch without the device."""
-    with pytest.raises(guard.GuardError, match="has taken another CUDA device than the fake"):
+    with pytest.raises(guard.GuardError, match="does not use the fake CUDA device"):
         guard.check(torch)
     with pytest.raises(guard.GuardError, match="must be loaded before torch is imported"):
         guard.load()

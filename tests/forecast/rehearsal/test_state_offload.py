@@ -108,7 +108,7 @@ def alone(self, flats, host, streams):
     made(self, flats, host, (None, None))
 so.BucketState.__init__ = alone
 """,
-        "on the stream that computes",
+        "on the compute stream",
     ),
 }
 

@@ -197,7 +197,7 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
 
 @pytest.mark.parametrize("hosts", ["aab", "aba"])
 def test_ranks_on_several_hosts_stay_on_gloo(world, hosts):
-    why = "its ranks are not on one host (or in one container)"
+    why = "the ranks are not all on one host (or in one container)"
     for lines in world(3).run(shared_lines, list(hosts), True):
         assert lines == [f"collectives of dp_cp (3 ranks): gloo; {why}", why]
 

@@ -90,7 +90,7 @@ def killed(server: Any, folder: Path, do: str) -> None:
         os.kill(ranks.pids[2], signal.SIGKILL)
         for rank in (0, 1, 3):
             when, text = ranks.said(rank, "error")
-            assert "rank 2 has ended, in " in text
+            assert "rank 2 has ended; this rank waited in " in text
             assert when - at < 2, f"rank {rank} took {when - at:.2f} s"
         assert state(ranks.pids[2]) == "Z"
         assert names() <= before

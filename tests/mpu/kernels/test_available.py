@@ -64,7 +64,7 @@ def test_a_node_without_a_compiler_or_headers(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     no_file, none, failed = json.loads(done.stdout)
-    assert no_file.startswith("Triton launches no kernel here (FileNotFoundError: ")
+    assert no_file.startswith("Triton cannot launch a kernel (FileNotFoundError: ")
     assert "/nonexistent" in no_file
     assert "Failed to find C compiler" in none
     assert "CalledProcessError" in failed and "returned non-zero exit status 1" in failed

@@ -89,7 +89,7 @@ def test_logits_that_something_else_saved_or_made_are_not_written_over(end):
 def test_labels_of_another_dtype_or_number_are_refused():
     logits, labels, _ = case(1.0)
     for wrong in (labels.int(), labels[1:], labels.t()):
-        with pytest.raises(ValueError, match="need int64, one for each token"):
+        with pytest.raises(ValueError, match="of int64, one for each token"):
             vocab_parallel_cross_entropy(logits, wrong, V, LayerContext())
 
 

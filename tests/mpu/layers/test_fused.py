@@ -202,18 +202,18 @@ def test_shapes_that_would_be_read_past_their_end_are_refused():
     """The library reads by address: what torch would broadcast or refuse, it would not see."""
     ctx = LayerContext()
     norm, stream = RMSNorm(4, ctx=ctx), ResidualRMSNorm(8, ctx=ctx)
-    with pytest.raises(ValueError, match=r"a norm of 4 features is given \(3, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"a norm of 4 features got \(3, 2, 8\)"):
         norm(torch.zeros(3, 2, 8))
     with pytest.raises(ValueError, match=r"8 features .* and a branch \(3, 2, 1\)"):
         stream(torch.zeros(3, 2, 8), torch.zeros(3, 2, 1))
-    with pytest.raises(ValueError, match=r"gate and up of \(3, 7\) are not two halves"):
+    with pytest.raises(ValueError, match=r"gate and up are \(3, 7\): the last dim must be even"):
         swiglu(torch.zeros(3, 7))
     qkv = torch.zeros(3, 2, 32)  # heads of 8
     for shape in ((3, 1, 1, 5), (3, 1, 1, 2), (2, 1, 1, 4), (3, 3, 1, 4), (3, 1, 4)):
-        with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 4., half of what is rotated"):
+        with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 4.: .tokens, 1 or batch"):
             apply_rope(qkv, torch.zeros(shape), torch.zeros(shape), 2, 1)
     whole = torch.zeros(3, 1, 1, 4)
-    with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 2., half of what is rotated"):
+    with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 2.: .tokens, 1 or batch"):
         apply_rope(qkv, whole, whole, 2, 1, rotary=4)
 
 
@@ -257,5 +257,5 @@ def test_a_zero_centered_norm_multiplies_by_one_and_the_weight(kind):
         layer = Centered(8, ctx=ctx)
         torch.nn.init.constant_(layer.weight, 2.0**-10)
         assert layer.factor(layer.weight)[0] == 1 + 2.0**-10
-    with pytest.raises(ValueError, match="--norm-backend apex: this norm multiplies by 1 \\+ w"):
+    with pytest.raises(ValueError, match="--norm-backend apex: .* multiplies by 1 \\+ w"):
         Centered(8, ctx=LayerContext(norm_backend="apex"))

@@ -16,9 +16,9 @@ H, D, HEADS, S, B = 10, 8, 8, 4, 3
 @pytest.mark.parametrize(
     "heads, groups, size, words",
     [
-        (6, 2, 4, "heads must be a multiple of it"),
-        (12, 3, 4, "groups a multiple or a divisor of it"),
-        (12, 6, 4, "groups a multiple or a divisor of it"),
+        (6, 2, 4, "heads must be a multiple of 4"),
+        (12, 3, 4, "groups a multiple or a divisor of 4"),
+        (12, 6, 4, "groups a multiple or a divisor of 4"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused(heads, groups, size, words):
@@ -30,7 +30,7 @@ def test_heads_that_do_not_divide_are_refused(heads, groups, size, words):
 def test_a_grid_for_other_heads_is_refused():
     ctx = LayerContext(Grid(4, 4, launch=Launch(0, 4), query_groups=2))
     assert local_heads(8, 2, D, ctx) == (2, 1) and local_heads(8, 2, 6, ctx) == (2, 1)
-    with pytest.raises(ValueError, match="lets 2 of them share a key/value head"):
+    with pytest.raises(ValueError, match="where 2 ranks share a key/value head"):
         local_heads(8, 1, D, ctx)
     with pytest.raises(ValueError, match="a head of size 7 .* cut over 2 of the 4"):
         local_heads(8, 2, 7, ctx)

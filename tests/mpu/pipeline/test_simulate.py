@@ -85,7 +85,7 @@ def test_a_broken_schedule_is_refused(name, rank, change, says):
 
 def test_a_backward_parted_from_its_weights_is_refused_unless_split():
     ranks = ((F(0), F(1), B(0), B(1), W(0), W(1)),)
-    with pytest.raises(ScheduleError, match="parts W chunk 0 micro-batch 0 from its B"):
+    with pytest.raises(ScheduleError, match="W chunk 0 micro-batch 0 apart from its B"):
         validate(Schedule("parted", ranks, 2))
     validate(Schedule("parted", ranks, 2, split=True))
 

@@ -158,9 +158,9 @@ def test_cuts_that_flags_ask_for(args, options, expected):
 @pytest.mark.parametrize(
     "args,options,sentence",
     [
-        ((8, 2), {"layout": "Et|tL"}, "number of t's must be that of the layers, 8; it is 2"),
-        ((2, 2), {"layout": "t|tL"}, "E must be the first symbol, and stand once; it has 0"),
-        ((2, 2), {"layout": "EEt|tL"}, "E must be the first symbol, and stand once; it has 2"),
+        ((8, 2), {"layout": "Et|tL"}, "number of t's must be that of the layers, 8, not 2"),
+        ((2, 2), {"layout": "t|tL"}, "E must be the first symbol, and occur once; it has 0"),
+        ((2, 2), {"layout": "EEt|tL"}, "E must be the first symbol, and occur once; it has 2"),
         ((2, 3), {"layout": "Et|tL|"}, "L must be the last symbol"),
     ],
 )
@@ -185,8 +185,8 @@ def test_a_layout_written_out(text, expected):
 @pytest.mark.parametrize(
     "text,sentence",
     [
-        ("Et|m|L", "m, a layer that predicts several tokens ahead"),
-        ("E(t|tL", r"a \( is never closed"),
+        ("Et|m|L", r"m \(multi-token prediction\) is not available"),
+        ("E(t|tL", r"a \( has no matching \)"),
         ("Et*|tL", r"\* must be followed by a whole number >= 1, not by '\|'"),
         ("EtL*", "not by ''"),
         ("3E|tL", "3 is none of"),

@@ -37,7 +37,7 @@ def validate(schedule: Schedule) -> None:
             if kind != "F" and i and at[Action(kind, chunk, i - 1)] > at[action]:
                 raise ScheduleError(f"rank {rank} does {action} before micro-batch {i - 1}")
             if kind == "W" and not schedule.split and at[Action("B", chunk, i)] != at[action] - 1:
-                raise ScheduleError(f"rank {rank} parts {action} from its B, and is not split")
+                raise ScheduleError(f"rank {rank} runs {action} apart from its B, but is not split")
     try:
         steps = blocking_steps(schedule)
     except ValueError as standstill:

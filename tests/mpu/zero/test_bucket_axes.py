@@ -200,8 +200,8 @@ def without_the_axis(comm: Any) -> str:
 def test_experts_need_the_axis(world: Any) -> None:
     for said in world(2).run(without_the_axis):
         assert said == (
-            "weight is placed on the axis ep, which this run does not have: its gradient would not "
-            "be summed; give the size of that axis (expert_model_parallel_size)"
+            "weight is placed on the axis ep, which this run does not have, so its gradient "
+            "would not be summed; set expert_model_parallel_size"
         )
 
 

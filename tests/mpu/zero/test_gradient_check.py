@@ -97,7 +97,7 @@ def test_a_missing_sum_is_an_error_on_every_rank(world, size, stage):
 def test_a_sum_of_equal_gradients_is_a_warning_on_rank_0(world, stage):
     first, second = world(2).run(steps_of, ["twice"], stage, 2, 1)
     (line,) = first["said"]
-    assert line.startswith("twice: its gradients are added over tp") and "fork-check" in line
+    assert line.startswith("twice: its gradients are summed over tp") and "fork-check" in line
     assert not second["said"] and first["ended"] and second["ended"] and first["same"]
 
 

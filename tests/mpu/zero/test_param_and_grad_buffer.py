@@ -216,7 +216,7 @@ def test_a_layer_s_mistake_is_told_by_the_weight_s_name(world):
         for line, says in zip(
             said,
             ("inner.weight of Linear is frozen", "inner.weight of Linear is frozen",
-             "later of Mistaken is used and was no parameter", "a use of held,",
+             "later of Mistaken is used, but was not a parameter", "a use of held,",
              "held of Mistaken gave its gradient 2 times in 1 micro-batches"),
             strict=True,
         ):  # fmt: skip

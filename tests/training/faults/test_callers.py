@@ -244,7 +244,7 @@ def wrong(text: str | None, path: str | None, says: str) -> Any:
         wrong("", None, "WEFT_SECRET has 0 bytes: it must have 16 to 4096"),
         wrong("short", None, "WEFT_SECRET has 5 bytes"),
         wrong("x" * 16, "{}/open", "are both set"),
-        wrong(None, "{}/open", "may be read or written by others"),
+        wrong(None, "{}/open", "may be read or written by other users"),
         wrong(None, "{}/fifo", "is not a file"),
         wrong(None, "{}", "is not a file"),
     ],

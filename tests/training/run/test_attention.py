@@ -67,7 +67,7 @@ def test_an_old_cudnn_is_not_given_lengths_that_it_reads_beyond(monkeypatch, cud
         module.prepare_attention(config, DEVICE, notes.append)
         assert "cuDNN" in notes[0]
         return
-    with pytest.raises(UsageError, match=f"rows and blocks of {tokens} tokens, which are no mult"):
+    with pytest.raises(UsageError, match=f"rows and blocks of {tokens} tokens, no multiple"):
         module.prepare_attention(config, DEVICE, notes.append)
 
 

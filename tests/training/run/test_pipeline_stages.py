@@ -144,7 +144,7 @@ MISTAKES = [
     (
         "--pipeline-model-parallel-layout Et*4|mt*4L",
         2,
-        "--pipeline-model-parallel-layout Et*4|mt*4L: m, a layer that predicts several tokens",
+        "--pipeline-model-parallel-layout Et*4|mt*4L: m (multi-token prediction)",
     ),
     (
         f"--pipeline-model-parallel-layout Et*4|t*4L {V} 2",

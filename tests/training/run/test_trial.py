@@ -134,9 +134,9 @@ def test_ranks_that_differ_in_triton_are_named(monkeypatch):
     assert agreed(CPU) == {}
     monkeypatch.setattr(available, "why_not", lambda: "")
     mine = agreed(CUDA)
-    monkeypatch.setattr(available, "why_not", lambda: "Triton launches no kernel here (no gcc)")
+    monkeypatch.setattr(available, "why_not", lambda: "Triton cannot launch a kernel (no gcc)")
     said = same_settings.difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
     assert said == (
-        "what keeps Triton from running is '' on rank 0 and 'Triton launches no kernel here (no "
+        "what keeps Triton from running is '' on rank 0 and 'Triton cannot launch a kernel (no "
         "gcc)' on rank 9: all ranks need the same value"
     )

@@ -166,7 +166,7 @@ def test_attend_is_a_softmax_that_is_written_out(world, count):
         for case, *each in zip(part, *world(4).run(errors, part), strict=True):
             for error in each:
                 if not case.fits():
-                    assert "must divide by it" in error, (case, error)
+                    assert "a multiple or a divisor of it" in error, (case, error)
                 else:
                     assert max(error) < DTYPES[case.dtype], (case, each)
 
@@ -191,7 +191,7 @@ def test_tokens_that_come_later_see_what_a_cache_has(sizes, sinks, window):
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "three dimensions": (lambda q, k, v: (q[0], k, v), r"are \[s, b, heads, size\], not"),
+    "three dimensions": (lambda q, k, v: (q[0], k, v), r"must be \[s, b, heads, size\], not"),
     "keys of another size": (lambda q, k, v: (q, k[..., :3], v), "q and k the same head size"),
     "other tokens": (lambda q, k, v: (q, k, v[1:]), "must have the same tokens"),
     "other heads": (lambda q, k, v: (q, k, v[:, :, :1]), "k and v the same heads"),

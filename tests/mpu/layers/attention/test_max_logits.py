@@ -146,7 +146,7 @@ def test_layers_that_do_not_pair_are_refused() -> None:
     noted = head_maxima_of(ctx)
     assert noted is not None and ctx.sink.state_of(MaxLogits) is not None
     noted.of(4)
-    with pytest.raises(ValueError, match="1 layers attend and 0 make queries"):
+    with pytest.raises(ValueError, match="1 layers have attention, but 0 make queries"):
         ctx.sink.state_of(MaxLogits).end_step(torch.tensor(0.0))
 
 
