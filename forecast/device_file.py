@@ -218,7 +218,8 @@ def _row(path: Path, content: dict[str, Any]) -> Gpu:
         value, least = content[key], 0 if key == "float8" else 1e-9
         right = isinstance(value, int | float) and not isinstance(value, bool)
         if not right or not least <= value < 1e7:
-            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number above 0, below 1e7")
+            above = "above" if least else "from"
+            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number {above} 0, below 1e7")
     return gpu_of({**content, "driver": content["name"], "capability": tuple(pair)})
 
 
