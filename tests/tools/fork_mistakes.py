@@ -220,7 +220,7 @@ MISTAKES = {
     "layers of two pipeline ranks share an MLP": Mistake(
         LLAMA, {"        self.blocks = [[": "        for i in numbers[1:]:\n            self.layers"
                 "[str(i)].mlp = self.layers[str(numbers[0])].mlp\n        self.blocks = [["},
-        "which are on several pipeline ranks, and each would train", LAYOUTS,
+        "which are on different pipeline ranks, and each rank would train", LAYOUTS,
     ),
     # what a layer keeps or writes over
     "layers counted from a rank's first": Mistake(
