@@ -386,7 +386,7 @@ def test_checkpoints_of_another_run_are_not_removed(data, tmp_path, capsys):
     more = f"--load {tmp_path}/a --save {tmp_path}/b --keep-best"
     assert pretrain_llama.main(words(data, more)) == 2
     said = capsys.readouterr().err
-    assert "of another run" in said and "--keep-best would remove them" in said
+    assert "of another run" in said and "which --keep-best would remove" in said
 
 
 def test_a_signal_saves_first_and_then_the_loss(data, launcher: Launcher):

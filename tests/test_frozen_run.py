@@ -113,13 +113,13 @@ def test_another_subset_is_refused(runs: Runs, launcher: Launcher) -> None:
     ended = launcher.run(1, [*flags, *other])
     assert ended.codes == [2]
     line = ended.said(0).splitlines()[-1]
-    assert "head.weight is frozen here and trained there (1 more differ)" in line
+    assert "head.weight is frozen in this run, not in the checkpoint (1 more differ)" in line
     assert "--no-load-optim" in line and "--finetune" in line
     ended = launcher.run(1, flags)  # nothing is frozen
-    assert ended.codes == [2] and "is frozen there and not here" in ended.said(0)
+    assert ended.codes == [2] and "is frozen in the checkpoint, not in this run" in ended.said(0)
     ended = launcher.run(1, [*flags, *other, "--no-load-optim", "--train-iters", "6"])
     assert ended.codes == [0], ended.said(0)
-    assert "head.weight is frozen here and trained there" in ended.said(0, "out")
+    assert "head.weight is frozen in this run, not in the checkpoint" in ended.said(0, "out")
     assert {row["iteration"] for row in ended.rows()} == {5, 6}
 
 

@@ -91,7 +91,7 @@ GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 LAGGED = "--moe-router-load-balancing-type lagged_global_aux_loss"
 NO_LOSS = "--moe-aux-loss-coeff 0 --moe-z-loss-coeff 0"
-COUNTS = "balance losses count the best scores of each token, which {} limited before"
+COUNTS = "balance losses count each token's best scores, no longer limited by {}"
 MASKS = "--eod-mask-loss no longer multiplies the router's losses"
 
 

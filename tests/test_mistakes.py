@@ -407,7 +407,7 @@ def init(**given):
 @pytest.mark.parametrize(
     "mode, says",
     [
-        ("online", "--wandb-project llamas: W&B has no login here: call `wandb login`, set WANDB"),
+        ("online", "--wandb-project llamas: no W&B login on this machine: run `wandb login`"),
         ("offline", "--wandb-project llamas: No API key configured."),  # passes; init() then fails
     ],
 )

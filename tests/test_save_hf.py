@@ -123,5 +123,5 @@ def test_a_fork_says_what_transformers_cannot_load(tmp_path: Path, capsys: Any) 
     fork.write_text(text.replace('MODEL_TYPE = "llama"', 'MODEL_TYPE = "frog"'))
     assert run(tmp_path, f"--train-iters 1 --model-file {fork}") == 0
     said = capsys.readouterr().out
-    assert "has no model_type 'frog': they hold the weights under the fork's own names" in said
+    assert "has no model_type 'frog': the folders hold the weights under the fork's own" in said
     assert (tmp_path / "hf" / "step_00000001" / "model.safetensors").is_file()

@@ -431,5 +431,5 @@ def test_a_linked_environment_of_the_same_packages_is_used_as_it_is(monkeypatch,
     monkeypatch.undo()
     monkeypatch.setattr(setup_env, "VENV", str(tmp_path / ".venv"))
     monkeypatch.setattr(setup_env, "read_stamp", lambda: {**here, "pyproject": "", "root": "/a"})
-    with pytest.raises(setup_env.SetupError, match="not made for this pyproject.toml: make setup"):
+    with pytest.raises(setup_env.SetupError, match="made for another pyproject.toml"):
         setup_env.prepare(chosen=False)

@@ -25,7 +25,7 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
     --micro-batch-size 2 --mock-data --vocab-size 64 --device cpu --num-workers 0""".split()
 # how output begins: the trainer's, the tools', a failing rank's
 OUTPUT = re.compile(
-    r"iteration +\d|validation at|overlap: |\[rank \d|the checkpoint of|run again|tp 2: |"
+    r"iteration +\d|validation at|overlap: |\[rank \d|the checkpoint of|in a rerun|tp 2: |"
     r"stopped by|pretrain_llama\.py: |torchrun: |\S+: \d+ (document|file)|finished: |"
     r" *\d+  (forward|backward|grad) "
 )
@@ -136,7 +136,7 @@ ELSEWHERE = [
     ("README.md", "tp 2: the loss of", "tests/test_readme.py", "test_the_catch_of_a_wrong_model"),
     ("docs/reliability.md", "[rank 0] rank 1 hangs", "tests/faults/test_hangs.py", "hangs"),
     ("docs/starting.md", "[rank 0 on node0] waiting", "tests/faults", "connected, after"),
-    ("docs/stability.md", "run again, the first", "tests/training", "the first value that is"),
+    ("docs/stability.md", "in a rerun the first", "tests/training", "the first non-finite"),
     ("docs/continuing.md", "validation at iteration 0", "tests/test_continuing_page.py", "shows"),
     ("docs/overlap.md", "overlap: ", "tests/training/run", "less time expected"),
 ]

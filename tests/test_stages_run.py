@@ -190,13 +190,13 @@ def test_a_file_that_was_edited(launcher, folder, whole, tmp_path):
     assert one(lambda s: s[1].update(rotary_base=7.0)) == (
         "rope", "has rotary_base 10000.0 in stage better, not 7.0",
     )  # fmt: skip
-    end = "has read stages web, better where this run has web"
+    end = "has begun stages web, better, and this run would have begun web"
     assert said(lambda s: s.pop(1))[-1][1].endswith(end)
     assert one(lambda s: s[2].update(start_tokens=1200, name="later"))[0] == "may"
     assert one(lambda s: s.pop(2))[0] == "may"
     grown = ["0:4 300:8" if word == RAMP else word for word in argv]
-    assert ("batch", f"{found.directory} was made with the batch sizes [[0, 4], [32, 8]] by sample "
-            "and this run has [[0, 4], [20, 8]]") in said(lambda s: None, grown)  # fmt: skip
+    assert ("batch", f"{found.directory} was made with batch sizes [first sample, size] [[0, 4], "
+            "[32, 8]]; this run has [[0, 4], [20, 8]]") in said(lambda s: None, grown)  # fmt: skip
     late = ["0:4 500:8 900:16" if word == RAMP else word for word in argv]
     assert not [what for what, _ in said(lambda s: None, late) if what != "may"]
 

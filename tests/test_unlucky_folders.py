@@ -162,7 +162,7 @@ def two_runs_with_one_save_hf(rng: random.Random, folder: Path) -> Case:
     _, theirs = begun(folder, "other")
     words = flags(folder / "new", rng.randint(1, 3), "--save-hf", theirs)
     words += ["--save-hf-keep-last-k", "1"] * rng.randrange(2)
-    return Case(words, says="step_00000001 there was not written by this run", kept=[theirs])
+    return Case(words, says="step_00000001 was not written by this run", kept=[theirs])
 
 
 def save_hf_was_changed(rng: random.Random, folder: Path) -> Case:
@@ -186,7 +186,7 @@ def save_hf_was_changed(rng: random.Random, folder: Path) -> Case:
     else:
         (hf / "step_00000002" / "config.json").unlink()
     words = flags(own, 3, "--load", own, "--save-hf", hf)
-    return Case(words, says="step_00000002 there was not written by this run as it is", kept=[hf])
+    return Case(words, says="step_00000002 was not written by this run, or was changed", kept=[hf])
 
 
 def save_hf_keeps_what_is_not_its_own(rng: random.Random, folder: Path) -> Case:
@@ -210,7 +210,7 @@ def save_has_anothers_step(rng: random.Random, folder: Path) -> Case:
     own, _ = begun(folder)
     kept = somebodys(rng, own / f"step_{rng.randint(3, 9):08d}")
     words = flags(own, 9, "--load", own)
-    says = "--save .*which no save wrote as it is now|--load: .*/step_0000000[3-9]"
+    says = "--save .*which is not a checkpoint of Weft|--load: .*/step_0000000[3-9]"
     return Case(words, says=says, kept=[*kept, own / "step_00000002"])
 
 
@@ -250,7 +250,7 @@ def pruning_meets_another_run(rng: random.Random, folder: Path) -> Case:
     shutil.rmtree(other / "step_00000002")
     words = flags(other, 4, "--load", own)
     words += ["--keep-last-k", "1"] if rng.random() < 0.5 else ["--save-retain-interval", "100"]
-    return Case(words, says="--save .*of another run than the one", kept=[own, other])
+    return Case(words, says="--save .*checkpoints of another run", kept=[own, other])
 
 
 # files

@@ -369,7 +369,7 @@ def under_nohup(rng: random.Random, folder: Path) -> Case:
 
 def weights_alone(rng: random.Random, folder: Path) -> Case:
     case = damaged_common(rng, folder)
-    says = "begins at sample 0, and takes the weights alone"
+    says = "only the weights are taken, and the checkpoint begins at sample 0"
     return Case([*case.argv, "--no-load-optim"], codes=[0], says=says, kept=case.kept)
 
 

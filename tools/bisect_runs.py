@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Find the first tensor in which two runs differ that should be equal: step, module, line, kind.
+"""Find the first tensor that differs between two runs that should be equal, and name its line.
 
     python tools/bisect_runs.py runs/monday runs/tuesday
     python tools/bisect_runs.py "--num-layers 2 ... --seed 1" "--num-layers 2 ... --seed 2"
@@ -84,15 +84,15 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     add("b", metavar="B", nargs="?", default="", help="the same; default: the flags of A")
     for side in "ab":
         commit = f"--commit-{side}"
-        add(commit, metavar="COMMIT", help=f"the checkout that makes {side.upper()}'s steps")
-        ranks = f"the processes of {side.upper()}; a folder itself may ask for {RANKS} at most"
+        add(commit, metavar="COMMIT", help=f"run {side.upper()} with the code of this commit")
+        ranks = f"number of processes of {side.upper()}; required if a folder has more than {RANKS}"
         add(f"--ranks-{side}", type=integer(1), metavar="N", help=ranks)
-        own = f"for a folder: the model's file of {side.upper()}, which is code, if not of model/"
+        own = f"model file of the folder {side.upper()}, if not one of model/: its code is run"
         add(f"--model-file-{side}", type=Path, metavar="FILE", help=own)
-    add("--steps", type=integer(1), metavar="N", help="of a command line: run at most N steps")
+    add("--steps", type=integer(1), metavar="N", help="for a command line: run at most N steps")
     add("--step", type=integer(1), metavar="N", help="compare this step only")
-    add("--out", type=Path, metavar="FOLDER", help="where the report and all files go")
-    add("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (900)")
+    add("--out", type=Path, metavar="FOLDER", help="folder for the report and all files")
+    add("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run; default: 900")
     return parser.parse_args(argv)
 
 
@@ -178,14 +178,14 @@ def bisect(
     if not all(lines.steps for lines in sides):
         missing = " and ".join(s.letter for s in (a, b) if not s.lines.steps)
         found.notes.append(
-            f"{missing} has no digests (--log-digests): losses and norms alone say which step "
-            "differs first, so an earlier step may differ in what they do not show"
+            f"no digests (--log-digests) of {missing}: only losses and norms are compared, so an "
+            "earlier step may differ in other values"
         )
     for side in (a, b):
         if not side.ran and (was := side.lines.head.get("torch")) not in (None, torch.__version__):
             found.notes.append(
-                f"{side.letter} was made with torch {was} and this is {torch.__version__}: its "
-                "steps are replayed by another torch"
+                f"{side.letter} was made with torch {was}, but its steps are replayed with torch "
+                f"{torch.__version__}"
             )
     step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
     step = step or first_failing(a, b) or first_step(*sides, may, found.notes)
@@ -253,12 +253,12 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
         records = made_again((a, b), start, step.iteration, found, work, limit)
         found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
         if found.verdict.same and step.what == "weight" and may.exact:
-            differ += f". Step {step.iteration} itself is the same on both sides"
+            differ += f". Step {step.iteration} itself is equal on both sides"
             later = made_again((a, b), start, step.iteration + 1, found, work, limit)
             verdict = verdict_of(Side(later[0]), Side(later[1]), may)
             if not verdict.same:  # it was changed between two steps
                 found.verdict, records = verdict, later
-                differ += ", and what comes after it changes a tensor"
+                differ += ", but a tensor changes between it and the next step"
         else:
             began = max(int(side.lines.head.get("iteration", 0)) for side in (a, b))
             replays = Replays((a, b), start, max(iteration, began), may, work, limit)
@@ -313,7 +313,7 @@ def earlier(
     if high == step.iteration:
         return differ, records
     found.step = replace(step, iteration=high)
-    return f"{differ}. Step {high} differs already, in what its digests do not show", records
+    return f"{differ}. Step {high} already differs, in tensors without digests", records
 
 
 def made_again(
@@ -338,7 +338,7 @@ def made_again(
         try:
             run(program, folder, record=number, limit=limit)
         except RunError as error:
-            raise RunError(f"{side.letter} cannot replay it: {error}") from None
+            raise RunError(f"{side.letter} cannot replay step {number}: {error}") from None
         records.append(folder / "record")
     return records
 
@@ -356,9 +356,9 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
     which = " and ".join(unequal)
     repeat = f"{which} does not repeat" if which else "both repeat"
     return (
-        f"{differ}. Replayed from {found.start}, {verdict.sentence}: what differed is in no "
-        "flag, code or data, but a fault of that time, of a machine or of its memory ("
-        f"{repeat} the loss and norm that it wrote of that step)"
+        f"{differ}. Replayed from {found.start}, {verdict.sentence}: the cause is not in flags, "
+        "code or data; it was a transient fault, such as of a machine or its memory "
+        f"({repeat} the logged loss and norm of that step)"
     )
 
 

@@ -215,7 +215,7 @@ def text_of(corpus: Path) -> str:
     """Return the digest of a corpus's text, which corpus.json has. Raises OSError, ValueError."""
     about = read_json(corpus / ABOUT)
     if not isinstance(about, dict) or not isinstance(about.get("sha256"), str):
-        raise ValueError(f"{corpus / ABOUT}: is not what tools/build_corpus.py writes")
+        raise ValueError(f"{corpus / ABOUT} was not written by tools/build_corpus.py")
     return str(about["sha256"])
 
 
@@ -291,8 +291,8 @@ def build_listed(
                     f"{named}: no document with text in {len(files)} file(s){left_out}"
                 ) from None
             raise ValueError(
-                f"{named}: {total:,} bytes are too little text to hold a part of it out: give two "
-                f"documents, or one of more than {2 * LEAST} characters{left_out}"
+                f"{named}: {total:,} bytes of text are too few to hold a part out for validation: "
+                f"give two documents, or one of more than {2 * LEAST} characters{left_out}"
             ) from None
         bad.kinds.clear()  # the same are found again
         percent = percent if few.counts["train"] else 0
@@ -346,13 +346,13 @@ def main() -> None:
         help="share held out, in %% (default: 10 of --input, 5 of --library)",
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="of --input (text)"
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)"
     )
     parser.add_argument(
-        "--on-bad-document", choices=POLICIES, help="default: empty ones skipped, others refused"
+        "--on-bad-document", choices=POLICIES, help="default: skip empty ones, refuse others"
     )
-    parser.add_argument("--data", metavar="PATHS", help="--input in one word, between spaces")
-    parser.add_argument("--check-only", action="store_true", help="of the files; build nothing")
+    parser.add_argument("--data", metavar="PATHS", help="--input as one word: paths between spaces")
+    parser.add_argument("--check-only", action="store_true", help="check the files; build nothing")
     parser.add_argument("--source", type=Path, metavar="FILE", help="write it; build nothing")
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document, SKIP)

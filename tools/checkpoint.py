@@ -69,7 +69,7 @@ def run_directory(root: Path) -> Path:
     if not root.is_dir():
         raise ValueError(f"{root} is not a directory")
     if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
-        raise ValueError(f"{root} is one step: give the directory of the run, {root.parent}")
+        raise ValueError(f"{root} is one step's directory: give the run's, {root.parent}")
     names = sorted(os.listdir(root))
     refuse_foreign(root, names, "checkpoint")
     if "config.json" in names:
@@ -246,7 +246,7 @@ def parser() -> Parser:
     sub = command(
         "verify",
         "hash every file of every checkpoint, look for a NaN, and say which are damaged",
-        "Exit code 1 where one is. A resume skips a damaged one.",
+        "Exit code 1 if any is. A resume skips damaged checkpoints.",
     )
     sub.add_argument("place", **place)
     sub = command("show", "show a checkpoint's progress, layout, config and tensors")
@@ -256,10 +256,11 @@ def parser() -> Parser:
     )
     sub = command(
         "diff",
-        "compare two checkpoints, saved in whatever layouts",
-        "A line for each key of state and config that differs (A's value | B's), for each tensor\n"
-        "that one lacks, and for each that differs: in how many elements, by how much at most,\n"
-        "where first. Both are hashed before. Exit code 1 where anything differs.",
+        "compare two checkpoints, saved in any layouts",
+        "Prints a line for each key of state and config that differs (A's value | B's), for each\n"
+        "tensor that only one has, and for each tensor that differs: the number of elements, the\n"
+        "largest difference, the first element. Both are hashed first. Exit code 1 if anything\n"
+        "differs.",
     )
     sub.add_argument("a", **{**place, "metavar": "A"})
     sub.add_argument("b", **{**place, "metavar": "B"})
@@ -270,7 +271,7 @@ def parser() -> Parser:
         "Weights must be safetensors: .bin files are pickles, which can run code, and are not\n"
         "read. A run also takes a Hugging Face directory as it is: --load DIR. Conversion keeps\n"
         "the tokenizer's files. Of Megatron's formats torch_dist is read and written: weights,\n"
-        "AdamW's state, and how far the run is. Nothing is unpickled, so --hf-config says the\n"
+        "AdamW's state, and the run's progress. Nothing is unpickled, so --hf-config gives the\n"
         "model's sizes.",
     )
     way = sub.add_mutually_exclusive_group(required=True)
@@ -289,7 +290,8 @@ def parser() -> Parser:
     )
     sub.add_argument("--num-experts", type=integer(2, 1 << 14), metavar="E", help="with --upcycle")
     sub.add_argument(
-        "--moe-router-topk", type=positive, metavar="K", help="with --upcycle (default: 2)"
+        "--moe-router-topk", type=positive, metavar="K",
+        help="with --upcycle: experts of a token (default: 2)",
     )
     sub.add_argument(
         "--hf-config", type=Path, metavar="DIR",
@@ -300,30 +302,30 @@ def parser() -> Parser:
         help="with --from-mcore: the weights alone, not the optimizer's state",
     )  # fmt: skip
     sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-*: what to read")
-    sub.add_argument("--model-file", metavar="PATH", help="for a fork; default: Weft's own")
-    sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; default: as stored")
+    sub.add_argument("--model-file", metavar="PATH", help="a fork's model file (default: Weft's)")
+    sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf (default: as stored)")
     sub.add_argument(
-        "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"
+        "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf: per file (default: 5)"
     )
     sub.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="with --to-hf: take its tokenizer's files"
     )
     sub = command(
         "consolidate",
-        "write a checkpoint again as one rank would have: whole tensors, few files",
-        "Weights and optimizer, the same bits; any layout loads either.",
+        "rewrite a checkpoint as one rank would save it: whole tensors, few files",
+        "Weights and optimizer state keep their bits; any layout loads the result.",
     )
     sub.add_argument("place", **place)
     sub.add_argument("--save", type=Path, required=True, metavar="RUN", help="where to write")
     sub.add_argument(
-        "--max-file-size", type=gigabytes, default=4.0, metavar="GB", help="of one file (default 4)"
+        "--max-file-size", type=gigabytes, default=4.0, metavar="GB", help="per file (default: 4)"
     )
     sub = command(
         "prune",
         "remove old checkpoints as a run with these flags would",
         "The newest K complete ones stay (they are hashed first; a damaged one does not count),\n"
-        "and every step that is a multiple of N. N alone keeps the last besides, as Megatron-LM\n"
-        "does. Refused while a run writes there.",
+        "and every step that is a multiple of N. N alone also keeps the newest one, as in\n"
+        "Megatron-LM. Refused while a run writes there.",
     )
     sub.add_argument("run", **run)
     sub.add_argument("--keep-last-k", type=positive, metavar="K")
@@ -354,7 +356,7 @@ def check(args: argparse.Namespace) -> None:
             if way in ways and not is_set and name in MUST:
                 raise ValueError(f"{spelt(way)} needs {flag}")
             if way not in ways and is_set:
-                raise ValueError(f"{flag} goes with {those} only")
+                raise ValueError(f"{flag} can only be used with {those}")
     if args.do is do_prune and args.keep_last_k is args.save_retain_interval is None:
         raise ValueError("prune needs --keep-last-k or --save-retain-interval")
 

@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_trust_owner(self) -> None:
         """Add the flag that names users whose checkpoints are read, besides this one and root."""
-        what = "read what this user owns, too: a name or a number; may be repeated"
+        what = "also read files that this user (name or number) owns; may be repeated"
         self.add_argument("--trust-owner", action="append", default=[], metavar="USER", help=what)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -145,14 +145,14 @@ def number(low: float) -> Callable[[str], float]:
 
 def _path(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
+        raise argparse.ArgumentTypeError("the path is empty: name a file or folder")
     return Path(text)
 
 
 def prefix(text: str) -> str:
     """An argparse type for the prefix of the names of written files."""
     if os.path.basename(text) in ("", ".", ".."):
-        rule = "must end in a name: those of the files begin with it"
+        rule = "must end in a name, with which the names of the files begin"
         raise argparse.ArgumentTypeError(f"{text!r} {rule}")
     return text
 
@@ -163,7 +163,7 @@ def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
     kinds = ", ".join(TOKENIZER_TYPES) + (f"; default: {left_out}" if left_out else "")
     kinds = textwrap.fill(kinds, 76)
     add("--tokenizer-type", required=not left_out, type=_kind, metavar="TYPE", help=kinds)
-    add("--tokenizer-model", metavar="PATH", help="its file, or a Hugging Face folder")
+    add("--tokenizer-model", metavar="PATH", help="tokenizer file, or Hugging Face folder")
     add("--vocab-file", metavar="PATH", help="vocab.json of GPT2BPETokenizer")
     add("--merge-file", metavar="PATH", help="default: merges.txt next to --vocab-file")
 
@@ -180,5 +180,5 @@ def model_of(kind: str | None, model: str | None, vocab_file: str | None) -> str
     if vocab_file is None:
         return model
     if kind not in ("GPT2BPETokenizer", None):
-        raise ValueError(f"--vocab-file: {kind} does not read it: give --tokenizer-model alone")
+        raise ValueError(f"--vocab-file: {kind} does not use it: give only --tokenizer-model")
     return vocab_file  # as in Megatron-LM, --tokenizer-model is ignored

@@ -101,10 +101,10 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
     what.add_argument("--all", type=Path, metavar="DIR", help="draw each of them into DIR")
-    parser.add_argument("-p", type=int, default=4, help="pipeline size (4)")
-    parser.add_argument("-m", type=int, default=8, help="micro-batches (8)")
+    parser.add_argument("-p", type=int, default=4, help="pipeline size (default: 4)")
+    parser.add_argument("-m", type=int, default=8, help="micro-batches (default: 8)")
     parser.add_argument(
-        "-v", type=int, help="virtual stages a rank (2 where it may be more than 1)"
+        "-v", type=int, help="virtual stages per rank (default: 2 if the schedule has them)"
     )
     parser.add_argument("--group", type=int, help="micro-batch group size of interleaved (p)")
     parser.add_argument(
@@ -112,16 +112,16 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_costs,
         default=(1.0, 1.0, 1.0),
         metavar="F,B,W",
-        help="of one micro-batch in all layers of a rank (1,1,1); a chunk takes its share",
+        help="of one micro-batch in all layers of a rank, divided among its chunks; default: 1,1,1",
     )
-    parser.add_argument("--send", type=float, default=0.0, help="cost of one message (0)")
-    parser.add_argument("--out", type=Path, help=".svg or .png; default: one in runs/schedules")
+    parser.add_argument("--send", type=float, default=0.0, help="cost of one message (default: 0)")
+    parser.add_argument("--out", type=Path, help=".svg or .png; default: in runs/schedules")
     parser.add_argument("--table", action="store_true", help="print the schedule as a table too")
     args = parser.parse_args(argv)
     if args.send < 0:
-        parser.error(f"--send {args.send}: a message takes no less than 0")
+        parser.error(f"--send {args.send} must be at least 0")
     if args.all and (args.out or args.table or args.group):
-        parser.error("--all takes no --out, --table or --group")
+        parser.error("--all cannot be combined with --out, --table or --group")
     return args
 
 

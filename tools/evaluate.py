@@ -63,7 +63,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
         "--load",
         required=True,
         metavar="DIR",
-        help="a run's checkpoints, one, or a Hugging Face folder",
+        help="folder of a run's checkpoints, one checkpoint, or a Hugging Face folder",
     )
     add("--tasks", required=True, metavar="A,B", help="tasks and groups of lm_eval")
     add("--include-path", metavar="DIR", help="where to look for more tasks (.yaml)")
@@ -71,26 +71,26 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
         "--num-fewshot",
         type=integer(0),
         metavar="N",
-        help="examples before a question (the task's)",
+        help="examples before each question (default: the task's)",
     )
-    add("--limit", type=integer(1), metavar="N", help="take the first N questions of a task (all)")
-    add("--batch-size", type=integer(1), default=8, metavar="N", help="rows a forward (8)")
+    add("--limit", type=integer(1), metavar="N", help="first N questions of a task; default: all")
+    add("--batch-size", type=integer(1), default=8, metavar="N", help="rows of a forward; 8")
     add(
         "--max-length",
         type=integer(2),
         metavar="N",
-        help="tokens a forward (the model's positions)",
+        help="tokens of a row (default: the model's max_position_embeddings)",
     )
-    add("--tensor-model-parallel-size", type=integer(1), metavar="N", help="ranks a replica (all)")
-    add("--output", metavar="DIR", help="write a file for each step's scores")
-    add("--watch", type=integer(1), metavar="S", help="look each S seconds for a new checkpoint")
+    add("--tensor-model-parallel-size", type=integer(1), metavar="N", help="default: all")
+    add("--output", metavar="DIR", help="folder for a file of scores per step")
+    add("--watch", type=integer(1), metavar="S", help="look for new checkpoints every S seconds")
     add("--last-step", type=integer(1), metavar="N", help="with --watch: end after this step")
     add_tokenizer(parser, "the checkpoint's")
     parser.add_trust_owner()
     add(
         "--model-file",
         metavar="PATH",
-        help="for a fork; default: the one that the checkpoint names",
+        help="a fork's model file; default: the one that the checkpoint names",
     )
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
@@ -99,7 +99,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     if not args.tasks:
         parser.error("--tasks names no task")
     if args.watch and not args.output:
-        parser.error("--watch needs --output, which says what has been evaluated")
+        parser.error("--watch needs --output, whose files show what has been evaluated")
     if args.last_step and not args.watch:
         parser.error("--last-step needs --watch")
     return args
@@ -150,8 +150,8 @@ def _evaluate(
     tokenizer = tokenizer_of(args, found)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
-            f"{model.config.vocab_size}: they do not match"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
+            f"{model.config.vocab_size}: give the model's own (--tokenizer-type, --tokenizer-model)"
         )
     length = args.max_length or model.config.max_position_embeddings
     if length > model.config.max_position_embeddings:

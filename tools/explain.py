@@ -252,30 +252,30 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     parser = Parser(__doc__)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
-    parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="of attention")
+    parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="default: p2p")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
-    parser.add_argument("--rank-order", default="-".join(ORDER), help="of the axes, fastest first")
-    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO level")
-    parser.add_argument("--layers", type=int, help="transformer layers; 2, or one a stage")
-    parser.add_argument("--micro-batches", type=int, help="of a step; 1, or one a pipeline rank")
-    parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
+    parser.add_argument("--rank-order", default="-".join(ORDER), help="axes, fastest first")
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="pipeline schedule")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO stage")
+    parser.add_argument("--layers", type=int, help="default: 2, or one per stage")
+    parser.add_argument("--micro-batches", type=int, help="default: one per pipeline rank")
+    parser.add_argument("--tied", action="store_true", help="tie embedding and head")
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     parser.add_argument(
-        "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
+        "--fp8-recipe", choices=[*RECIPES], help="layers' matmuls in float8, the rest in bf16"
     )
-    parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
+    parser.add_argument("--num-experts", type=int, help="per layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
-    parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="of the update")
+    parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="default: adam")
     parser.add_argument(
         "--overlap-moe-expert-parallel-comm", action="store_true",
-        help="a forward during a backward; with --micro-batches of at least 2",
+        help="run a forward during a backward; needs --micro-batches of at least 2",
     )  # fmt: skip
-    parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw it: .svg or .png")
+    parser.add_argument("--shared-expert", action="store_true", help="an expert for every token")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the step: .svg or .png")
     a = parser.parse_args(argv)
     if a.timeline:
         check_name(a.timeline)
@@ -285,8 +285,8 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     if (world := a.tp * a.cp * a.dp * a.pp) > MOST_RANKS:
         sizes = " x ".join(f"--{axis} {getattr(a, axis)}" for axis in ("tp", "cp", "dp", "pp"))
         raise ValueError(
-            f"{sizes} is {world} processes on this machine: at most {MOST_RANKS}; the order of the "
-            "collectives is the same with 2 a side"
+            f"{sizes} is {world} processes on this machine, and at most {MOST_RANKS} are allowed: "
+            "2 ranks per axis show the same order of collectives"
         )
     more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
     if a.recompute_granularity:

@@ -104,8 +104,8 @@ def again(error: BaseException, written: str) -> str:
         return ""
     if "AllGatherMatmul" not in str(error):  # no ColumnParallelLinear's output
         later = written or "a later line"
-        return f" keeps it for backward, and {later} writes over it: make a new tensor there"
-    return "; the loss writes the gradient of the logits over them: use logits.clone() there"
+        return f" keeps it for backward, and {later} overwrites it: make a new tensor there"
+    return "; the loss overwrites the logits with their gradient: use logits.clone() there"
 
 
 def limit_of(case: Case, timeout: float) -> float:
@@ -141,8 +141,8 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--model", metavar="FILE", help="the model's file, as --model-file names it")
     add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')
-    add("--own-loss", action="store_true", help="the loss is not its logits' cross entropy")
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for one layout (60)")
+    add("--own-loss", action="store_true", help="the loss is not the logits' cross entropy")
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="per layout (default: 60)")
     options = parser.parse_args(argv[:at])
     if options.model is None:
         parser.error("--model FILE is missing: make fork-check MODEL=my_model.py")
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(rows[-1].line(width), flush=True)
                 continue
             if case.load in spoiled:
-                rows.append(Row(case, 0.0, result="not run: what it would load is wrong"))
+                rows.append(Row(case, 0.0, result="not run: the checkpoint to load is wrong"))
                 print(rows[-1].line(width), flush=True)
                 continue
             began = time.monotonic()

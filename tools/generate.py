@@ -174,8 +174,8 @@ def tokenizer_of(args: argparse.Namespace, found: Checkpoint) -> Tokenizer:
     if known and not same_tokenizer(known, digests_of(tokenizer), found.manifest["files"]):
         raise ValueError(
             f"the tokenizer {state.get('tokenizer_model')} is not the one {directory} was trained "
-            "with (its SHA-256 differs); give --tokenizer-type and --tokenizer-model to use it all "
-            "the same"
+            "with (its SHA-256 differs); give --tokenizer-type and --tokenizer-model to use it "
+            "anyway"
         )
     return tokenizer
 
@@ -186,7 +186,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if not ids:
         first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
         if first is None:
-            raise ValueError("--prompt is empty and the tokenizer has no token to begin with")
+            raise ValueError("--prompt is empty, and the tokenizer has no token to begin with")
         ids = [first]
     return ids
 
@@ -262,22 +262,22 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     """Read the flags."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--load", required=True, metavar="DIR", help="where checkpoints were saved")
+    add("--load", required=True, metavar="DIR", help="checkpoints, or a Hugging Face folder")
     add("--prompt", default="", help="text to continue; default: begin a document")
-    add("--max-new-tokens", type=integer(1), default=200, metavar="N", help="tokens a sample (200)")
+    add("--max-new-tokens", type=integer(1), default=200, metavar="N", help="default: 200")
     many = integer(1, 1 << 16)
-    add("--num-samples", type=many, default=1, metavar="N", help="continuations (1)")
-    add("--temperature", type=number(0), default=1.0, help="0 takes the likeliest token (1.0)")
-    add("--top-k", type=integer(0), default=0, help="draw among the k likeliest tokens (0: all)")
-    add("--top-p", type=float, default=1.0, help="draw among the likeliest, with sum p (1.0: all)")
-    add("--seed", type=integer(0), default=1234, help="of the draws (1234)")
+    add("--num-samples", type=many, default=1, metavar="N", help="continuations; default: 1")
+    add("--temperature", type=number(0), default=1.0, help="0: the likeliest token; default: 1.0")
+    add("--top-k", type=integer(0), default=0, help="draw among the k likeliest; default: 0, all")
+    add("--top-p", type=float, default=1.0, help="draw among the likeliest, of total probability p")
+    add("--seed", type=integer(0), default=1234, help="of the sampling; default: 1234")
     add_tokenizer(parser, "the checkpoint's")
     parser.add_trust_owner()
-    add("--model-file", metavar="PATH", help="for a fork; default: Weft's own")
+    add("--model-file", metavar="PATH", help="a fork's model file; default: Weft's")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
     add(
         "--expert-model-parallel-size", type=integer(), default=0, metavar="N",
-        help="of a mixture: expert-parallel ranks (1)",
+        help="expert-parallel ranks of a mixture of experts; default: 1",
     )  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))
@@ -289,7 +289,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
         parser.error(f"--top-p {args.top_p} must be in (0, 1]")
     ep, world = args.expert_model_parallel_size, Launch.from_env().world
     if world % max(ep, 1):
-        parser.error(f"--expert-model-parallel-size {ep} must be a divisor of the {world} ranks")
+        parser.error(f"--expert-model-parallel-size {ep} must divide the {world} ranks")
     return args
 
 
@@ -301,8 +301,8 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
         tokenizer = tokenizer_of(args, found)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
-            f"{model.config.vocab_size}: they do not match"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
+            f"{model.config.vocab_size}: give the model's own (--tokenizer-type, --tokenizer-model)"
         )
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         count = sum(param.numel() for param in model.parameters())
@@ -314,7 +314,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
         print(
             f"the prompt's {len(ids)} tokens and --max-new-tokens {args.max_new_tokens} are more "
             f"than the model's context (max_position_embeddings {context}): beyond it each token "
-            f"follows from the last {context} alone, by a whole forward",
+            f"is drawn from the last {context} only, by a forward over all of them (slower)",
             file=sys.stderr,
         )
     start = ids[tokenizer.bos == ids[0] :]  # bos is not text

@@ -8,12 +8,12 @@
     python tools/plan.py MODEL CLUSTER --measure N
 
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
-(with --model-file for a fork). CLUSTER is a file like those of forecast/planner/clusters, or a name
-of theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
-of a machine without GPUs. docs/planning.md explains the table, and docs/predictions.md how far to
-trust it. --measure runs the first N layouts, for some steps each, on the ranks that you have. The
-exit code is 0 if a plan was found, 1 if nothing fits (no layout, or the layout of --why) or
-every layout that was run failed, 2 if an argument or a file is wrong.
+(with --model-file for a fork). CLUSTER is a cluster file, the name of one in
+forecast/planner/clusters, or NODESxGPUSxGPU, as in 4x8xh100, or 8xrtx-4090 for one node; 2xcpu is
+two ranks of a machine without GPUs. docs/planning.md explains the table, and docs/predictions.md
+how far to trust it. --measure runs the first N layouts, for some steps each, on the ranks that you
+have. The exit code is 0 if a plan was found, 1 if nothing fits (no layout, or the layout of --why)
+or every layout that was run failed, 2 if an argument or a file is wrong.
 """
 
 import argparse
@@ -139,25 +139,25 @@ def compare(
 def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(__doc__)
-    parser.add_argument("model", help="a size, a config.json, or flags in quotes")
-    parser.add_argument("cluster", help="a cluster file, or its name")
+    parser.add_argument("model", help="a size such as 8B, a config.json, or flags in quotes")
+    parser.add_argument("cluster", help="a cluster file, its name, or such as 4x8xh100")
     parser.add_argument("--nodes", type=integer(1, 65_536), help="instead of the cluster file's")
     parser.add_argument(
-        "--seq-length", type=integer(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
+        "--seq-length", type=integer(1, 1 << 24), help=f"tokens per sample; default: {SEQUENCE:,}"
     )
-    parser.add_argument("--global-batch-size", type=integer(1, 1 << 24), help="sequences of a step")
-    parser.add_argument("--top", type=integer(1, 1000), default=TOP, help="layouts printed")
-    parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; default: bfloat16")
+    parser.add_argument("--global-batch-size", type=integer(1, 1 << 24), help="samples per step")
+    parser.add_argument("--top", type=integer(1, 1000), default=TOP, help="layouts to print")
+    parser.add_argument("--float8", choices=RECIPES, help="recipe of the layers' matmuls")
     parser.add_argument(
         "--optimizer", choices=list(RULES), help="default: what the model's flags say, or adam"
     )
     parser.add_argument(
-        "--tokens", type=number(1), default=TOKENS, help="that GPU-hours are given for"
+        "--tokens", type=number(1), default=TOKENS, help="tokens for which GPU-hours are given"
     )
     parser.add_argument(
-        "--why", metavar="FLAGS", help="your layout compared with the best, term by term"
+        "--why", metavar="FLAGS", help="compare your layout with the best, term by term"
     )
-    parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
+    parser.add_argument("--rank-orders", metavar="FLAGS", help="compare rank orders of your layout")
     parser.add_argument(
         "--measure", type=integer(1, 1000), metavar="N",
         help="run the first N layouts, on mock data, and rank them by measured speed; layouts in "
@@ -165,7 +165,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--measure-steps", type=integer(2, 10_000), default=STEPS, metavar="N",
-        help=f"steps of each; the first quarter does not count; default: {STEPS}",
+        help=f"steps per layout; the first quarter does not count; default: {STEPS}",
     )  # fmt: skip
     parser.add_argument(
         "--measured", type=Path, default=MEASURED, metavar="FILE",
@@ -173,7 +173,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--launch", default="", metavar="COMMAND",
-        help="what starts the program on every rank, where torchrun on this machine does not: "
+        help="what starts the program on every rank, if torchrun on this machine cannot: see "
              "examples/measure.slurm",
     )  # fmt: skip
     return parser
@@ -188,7 +188,7 @@ def answer(args: argparse.Namespace) -> Answer:
     if args.nodes:
         cluster = cluster.of(args.nodes)
     if args.measure and (args.why is not None or args.rank_orders is not None):
-        raise MeasureError("--measure runs layouts of the plan, and goes with no other layout")
+        raise MeasureError("--measure cannot be combined with --why or --rank-orders")
     with waiting("planning") as progress:
         if args.rank_orders is not None:
             layout = named_by(args.model, cluster, question, args.rank_orders)
@@ -240,8 +240,8 @@ def measure(
     todo = [each for each in layouts if each.flags not in ran]
     fine = len(todo) < len(layouts)
     if fine:
-        say(f"{len(layouts) - len(todo)} of {len(layouts)} layouts were measured before: another "
-            f"--measured than {results.path} measures them again")  # fmt: skip
+        say(f"{len(layouts) - len(todo)} of {len(layouts)} layouts were measured before, in "
+            f"{results.path}: give another --measured to measure them again")  # fmt: skip
     for place, each in enumerate(todo, 1):
         what = f"layout {place} of {len(todo)}"
         words = [*start, PROGRAM, *shlex.split(f"{each.command} {table.EXAMPLE}")]

@@ -293,9 +293,9 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="files of --log-json")
     parser.add_argument(
-        "--names", nargs="+", metavar="NAME", help="of the runs (default: their folders' names)"
+        "--names", nargs="+", metavar="NAME", help="names of the runs (default: of their folders)"
     )
-    parser.add_argument("--axis", choices=AXES, default="iterations", help="what runs across")
+    parser.add_argument("--axis", choices=AXES, default="iterations", help="horizontal axis")
     parser.add_argument(
         "--output", type=Path, help="the .png or .svg to write (default: LOG with the ending .png)"
     )
@@ -323,13 +323,13 @@ def main() -> None:
         names = args.names or names_of(args.logs)
         check_name(args.output)
         if len(names) != len(args.logs) or len(set(names)) < len(names):
-            raise ValueError(f"--names: {len(args.logs)} different names are needed, one a run")
+            raise ValueError(f"--names: {len(args.logs)} different names are needed, one per run")
         if len(names) > len(PALETTE):
-            raise ValueError(f"{len(names)} runs: a picture shows at most {len(PALETTE)}")
+            raise ValueError(f"{len(names)} logs: a picture shows at most {len(PALETTE)} runs")
         runs = {name: read_log(log) for name, log in zip(names, args.logs, strict=True)}
         for log, run in zip(args.logs, runs.values(), strict=True):
             if not _shown(run):
-                raise ValueError(f"{log}: holds no loss yet")
+                raise ValueError(f"{log} has no loss yet")
         for panel in args.panels:
             name, words = PANELS[panel]
             if not any(run.curves[name] for run in runs.values()):
@@ -355,7 +355,7 @@ def _finite(text: str) -> float:
             return value
     except ValueError:
         pass
-    raise ValueError(f"--reference {text}: a finite number is needed, then its name")
+    raise ValueError(f"--reference {text}: must be a finite number, then its name")
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:

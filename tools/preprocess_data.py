@@ -167,8 +167,7 @@ def preprocess(
     inputs = find_files(inputs, report=report)
     if loss_on and (plain := [path for path in inputs if kind_of(path) == "txt"]):
         raise ValueError(
-            f"--loss-on {' '.join(loss_on)}: {plain[0]} has no keys, which lines of a .jsonl and "
-            "rows of a .parquet have"
+            f"--loss-on {' '.join(loss_on)}: {plain[0]} has no keys: give .jsonl or .parquet files"
         )
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
@@ -391,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT)
     add(
         "--output-prefix", required=True, type=prefix, metavar="PREFIX",
-        help="_KEY_document is appended to it",
+        help="path of the files, to which _KEY_document is appended",
     )  # fmt: skip
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)")
     add("--loss-on", nargs="+", default=[], metavar="KEY", help=LOSS_ON)
@@ -402,8 +401,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="for NullTokenizer: ids below this are tokens",
     )
-    add("--append-eod", action="store_true", help="end each document with its own token")
-    add("--lines", action="store_true", help="take each line of a .txt as a document")
+    add("--append-eod", action="store_true", help="end each document with the eod token")
+    add("--lines", action="store_true", help="make each line of a .txt a document")
     add("--on-bad-document", choices=POLICIES, help=BAD)
     add("--workers", type=integer(1, 1024), default=1, metavar="N", help="processes (default: 1)")
     for flag, options in MEGATRON.items():

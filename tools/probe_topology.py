@@ -66,9 +66,9 @@ def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="cluster file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="every number that is measured")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="file for all measurements")
     parser.add_argument("--device", type=gpu, required=True, help="the GPU: h100, a100-40, ...")
-    parser.add_argument("--name", default="probed", help="of the cluster")
+    parser.add_argument("--name", default="probed", help="name of the cluster")
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
     return parser
 
@@ -152,8 +152,8 @@ def main(argv: Sequence[str]) -> int:
         if launch.world < 2:
             raise ValueError("a probe needs several ranks: start it with torchrun or srun")
         if launch.world % launch.local_world:
-            raise ValueError(f"{launch.world} ranks are not a whole number of nodes of "
-                             f"{launch.local_world}")  # fmt: skip
+            raise ValueError(f"{launch.world} ranks are no multiple of the {launch.local_world} of "
+                             "this node: start as many on each node")  # fmt: skip
         launch.check_rendezvous()
         content, report = measured(args, launch)
         if launch.rank == 0:

@@ -201,7 +201,7 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
     if about.exists() and not json_with("key")(about):
-        raise SystemExit(f"make train: {about} is no file of make train: give OUT=another/folder")
+        raise SystemExit(f"make train: {about} is not of make train: give OUT=another/folder")
     expected = digest(text_of(out / "corpus"), MODEL, SWITCHES)
     if about.exists() and read_json(about)["key"] != expected:
         raise SystemExit(
@@ -251,8 +251,8 @@ def bits_line(evaluation: dict[str, Any]) -> str:
         return ""
     nats = bits * math.log(2)
     return (
-        f"bits a byte      {bits:.3f} bits a byte of held-out text ({nats:.3f} nats): it compares\n"
-        "                 with other models of this text, whatever their tokens\n"
+        f"bits a byte      {bits:.3f} bits a byte of held-out text ({nats:.3f} nats), comparable\n"
+        "                 with other models of this text, whatever their tokenizer\n"
     )
 
 
@@ -274,7 +274,7 @@ def sample(folder: Path, heldout: Path) -> None:
     with open_plain(heldout) as file:
         record = parse_json(file.readline(LARGEST), f"{heldout}, line 1")
     if not isinstance(record, dict) or not all(type(record.get(k)) is str for k in TEXT):
-        raise ValueError(f"{heldout}, line 1: is not what tools/build_corpus.py writes")
+        raise ValueError(f"{heldout}, line 1 was not written by tools/build_corpus.py")
     prompt = "def " if record["path"].endswith(".py") else " ".join(record["text"].split()[:3])
     command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
     command += ["--prompt", prompt[:60], "--max-new-tokens", "200", "--temperature", "0.6"]
@@ -326,8 +326,8 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--tp", type=int, choices=TP, help="TP ranks: 2, or 1 with --pp")
     parser.add_argument("--pp", type=int, choices=PP, default=1, help="pipeline stages")
-    parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
-    parser.add_argument("--out", type=Path, required=True, help="where make put corpus and tokens")
+    parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations per call")
+    parser.add_argument("--out", type=Path, required=True, help="folder of corpus and tokens")
     args = parser.parse_args()
     tp = args.tp if args.tp is not None else 1 if args.pp > 1 else 2
     out = args.out.resolve()

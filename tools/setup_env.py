@@ -182,9 +182,9 @@ def make_venv(torch: "list[Any]") -> None:
     """
     if os.path.islink(VENV):
         raise SetupError(
-            f".venv is a link to {os.path.realpath(VENV)}, which is not cleared here, and it was "
-            "not made for this pyproject.toml: make setup there, or rm .venv to make one for this "
-            "checkout"
+            f".venv is a link to {os.path.realpath(VENV)}, which was made for another "
+            "pyproject.toml and is not cleared from here: make setup there, or rm .venv to make "
+            "one for this checkout"
         )
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     clear_venv()
@@ -234,7 +234,7 @@ def install_torch() -> None:
             raise SetupError(
                 f"{why}: give an interpreter that has such a torch, make setup PYTHON=..."
             )
-        print(f"{why}: taking the torch {TORCH} that pip is set up to find", flush=True)
+        print(f"{why}: taking torch {TORCH} from the index that pip uses", flush=True)
         index = line = ""
     if line:
         print(line, flush=True)
@@ -322,7 +322,7 @@ def prepare(chosen: bool) -> None:
         install_torch()
         present = look(PYTHON)
     if not supported(present[1]):
-        raise SetupError(f"pip installed torch {present[1]} where {TORCH} was asked for")
+        raise SetupError(f"pip installed torch {present[1]} instead of {TORCH}")
     print(f"torch {present[1]}: {os.path.dirname(present[2])}; installing the rest", flush=True)
     say_untested(present[1])
     constraint = os.path.join(VENV, "weft-constraint.txt")

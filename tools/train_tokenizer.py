@@ -137,7 +137,7 @@ def _learn(
             if refused:
                 raise refused[0] from None
             if "sentences_.empty()" in str(error):
-                raise ValueError("--input: no line of the texts has a character to learn") from None
+                raise ValueError("--input: the texts have no characters to learn from") from None
             if "required_chars" in str(error) and hashes is None:
                 count = Counter(chain.from_iterable(lines(texts, limit, progress)))
                 hashes = kept([c for c, _ in count.most_common()], vocab_size)
@@ -158,10 +158,10 @@ def kept(characters: list[str], vocab_size: int) -> set[str]:
     room = vocab_size - META
     if room < len(always):
         raise ValueError(
-            f"--vocab-size {vocab_size} is too small: {META} pieces are there whatever the text, "
-            f"256 of them single bytes, and the text has {len(characters)} character(s) besides "
-            f"newlines. The least is {META + len(always)}; from {META + len(characters)} on, each "
-            "character has a piece"
+            f"--vocab-size {vocab_size} is too small: {META} pieces are fixed, 256 of them single "
+            f"bytes, and the text has {len(characters)} different character(s) besides newlines. "
+            f"The least is {META + len(always)}; from {META + len(characters)} on, each character "
+            "has a piece"
         )
     return always | {*characters[: min(room // 2, room - len(always))]}
 
@@ -183,7 +183,7 @@ def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
         for number, document in enumerate(texts.read(progress, bad), 1):
             ids = processor.encode(document)
             if processor.decode(ids) != document.replace(SPACE, " "):
-                raise ValueError(f"--check: text {number} is not given back as it was by {model}")
+                raise ValueError(f"--check: {model} does not restore text {number} exactly")
             characters, tokens = characters + len(document), tokens + len(ids)
     return characters / max(tokens, 1)
 
@@ -199,20 +199,20 @@ def main() -> None:
         help=".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns",
     )
     parser.add_argument(
-        "--output-prefix", type=prefix, required=True, help="of PREFIX.model", metavar="PREFIX"
+        "--output-prefix", type=prefix, required=True, help="writes PREFIX.model", metavar="PREFIX"
     )
     parser.add_argument(
         "--vocab-size", type=integer(1, 1 << 24), default=2048, metavar="N", help="pieces, at most"
     )
     parser.add_argument(
-        "--check", nargs="+", default=[], metavar="PATH", help="texts to round-trip"
+        "--check", nargs="+", default=[], metavar="PATH", help="texts to encode and decode"
     )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)"
     )
-    parser.add_argument("--lines", action="store_true", help="take each line of a .txt by itself")
+    parser.add_argument("--lines", action="store_true", help="make each line of a .txt a text")
     parser.add_argument(
-        "--on-bad-document", choices=POLICIES, help="default: empty ones skipped, others refused"
+        "--on-bad-document", choices=POLICIES, help="default: skip empty ones, refuse others"
     )
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document)
@@ -229,10 +229,10 @@ def main() -> None:
     except (ValueError, OSError) as error:
         output = f"--output-prefix {args.output_prefix}"
         sys.exit(error_line("train_tokenizer.py", error, output))
-    few = f" (--vocab-size {args.vocab_size}, but the text fills no more)"
+    few = f" (--vocab-size {args.vocab_size}, but the text has no more)"
     few *= size < args.vocab_size
     found = f"{size} pieces{few}, {ratio:.2f} characters a token"
-    print(f"tokenizer: {found}, every text given back exactly")
+    print(f"tokenizer: {found}, every text restored exactly")
     for line in filter(None, (*said, bad.line())):
         print(line)
 

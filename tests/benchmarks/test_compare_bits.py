@@ -102,5 +102,5 @@ def test_a_fork_is_edited_everywhere_or_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_commit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckout, match="nowhere: no commit of "):
+    with pytest.raises(NoCheckout, match="nowhere: not a commit of "):
         checkout("nowhere", tmp_path / "base")

@@ -48,7 +48,7 @@ def test_prints_shares_and_draws(tmp_path, capsys):
     [
         (["--documents", "7"], "a row of 7 tokens does not divide over 4 context-parallel ranks"),
         (["--cp", "0"], "--cp 0 --window 0: at least 1"),
-        (["--out", "a.pdf"], "a.pdf: a picture is a .png or an .svg"),
+        (["--out", "a.pdf"], "a.pdf: a picture must be a .png or .svg file"),
     ],
 )
 def test_refusals_are_a_line(capsys, flags, told):

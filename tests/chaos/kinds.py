@@ -114,7 +114,7 @@ ERRORS = [
          Promise(codes=(1, 2), says=OWN + r".*corpus\.bin.*Input/output error")),
 ]  # fmt: skip
 SPOILT = r"not finite at iteration {step}: "
-ONCE = Promise(says=SPOILT + ".*transient fault", who="one")
+ONCE = Promise(says=SPOILT + ".*the fault was transient", who="one")
 OUTPUT = r".*in the output of \S+ \(\w+\).*micro-batch.*sample.*on rank {rank}"
 LASTING = Promise(says=SPOILT + OUTPUT, who="one")
 WEIGHT = Promise(says=SPOILT + ".*in the weight {bare}:.*on rank {rank}", who="one")

@@ -155,7 +155,7 @@ def ends(run: subprocess.CompletedProcess[str]) -> list[str]:
 def test_a_mistake_is_not_made_again(torchrun: Torchrun) -> None:
     """A mistake of the first attempt, and one of an attempt after a fault."""
     mistake = "--lr is 0.001 on rank 0 and 0.002 on rank 1: all ranks need the same value"
-    again = f"not started again, as the attempt before ended with a mistake: {mistake}"
+    again = f"not restarted, because the previous attempt ended with a mistake: {mistake}"
     flags = {"flags": {"1": ["--lr", "2e-3"]}}
     more = ["--standalone", "--max-restarts", "3"]
     first = torchrun.run({"0": flags}, *more, launcher=OURS)
@@ -174,13 +174,13 @@ def test_an_attempt_that_made_no_step_is_the_last(torchrun: Torchrun, point: str
     broken = fault(point, 1, "raise") | {"call": 1}
     run = torchrun.run({str(attempt): {"fault": broken} for attempt in range(4)},
                        "--standalone", "--max-restarts", "3", launcher=OURS)  # fmt: skip
-    cause = r"made no step: rank 1 failed first.*: RuntimeError: broken on purpose"
+    cause = r"completed no step: rank 1 failed first.*: RuntimeError: broken on purpose"
     assert run.returncode == 1
     assert run.stderr.count("Traceback") == 1, "it was started once"
     assert len(ends(run)) == 2, run.stderr
     said, last = ends(run)
-    assert re.search(f"not started again, as the attempt before {cause}", said)
-    assert re.fullmatch(rf"torchrun: rank \d: not started again.*{cause}", last)
+    assert re.search(f"not restarted, because the previous attempt {cause}", said)
+    assert re.fullmatch(rf"torchrun: rank \d: not restarted.*{cause}", last)
     assert run.stderr.endswith(f"{last}\n")
 
 
@@ -192,6 +192,6 @@ def test_a_signal_before_the_first_step_starts_nothing_again(
     signalled = {"point": "connect", "call": 1, "how": how, "rank": 1}
     run = torchrun.run({"0": {"fault": signalled}}, "--standalone", "--max-restarts", "3",
                        launcher=OURS)  # fmt: skip
-    cause = rf"not started again.*rank 1 failed first.*ended by a signal \(exit code {code}\)"
+    cause = rf"not restarted.*rank 1 failed first.*ended by a signal \(exit code {code}\)"
     assert run.returncode == 1 and re.search(cause, ends(run)[-1]), run.stderr
     assert run.stderr.endswith(f"{ends(run)[-1]}\n")

@@ -28,7 +28,7 @@ SECONDS = r": waited \d+ s of \d+ s$"
 HELD = {
     "before the meeting": (
         1,
-        rf"\[rank 0\] waiting for rank 1 \(on .*\), to connect to {POINT}{SECONDS}",
+        rf"\[rank 0\] waiting for rank 1 \(on .*\) to connect to {POINT}{SECONDS}",
         r"\[rank 0\] rank 1 \(.*\) connected, after \d+ s",
     ),
     "connect": (1, r"\[rank 0\] connecting .*; rank 1 is at: connecting .*: \d+ s so far$", "done"),
@@ -107,7 +107,7 @@ def test_a_rank_0_that_does_not_come_is_told_by_one_rank(
     launcher.start(4, argv, absent=[0], meeting=meeting, **told)
     result: Result = launcher.wait()
     lines = [line for rank in (1, 2, 3) for line in result.said(rank).splitlines()]
-    waits = rf"waiting for rank 0, to connect to {POINT}: .*refused{SECONDS}"
+    waits = rf"waiting for rank 0 to connect to {POINT}: .*refused{SECONDS}"
     tellers = {line.split("]")[0] for line in lines if re.search(waits, line)}
     assert len(tellers) == 1, lines
     for rank in (1, 2, 3):

@@ -215,7 +215,7 @@ def test_a_nan_stops_the_run_one_step_later(ranks: Ranks, level: int, count: int
     )
     for rank in range(count):
         (line,) = result.said(rank).splitlines()
-        assert line.startswith(f"pretrain_llama.py: {message}; run again, all values were")
+        assert line.startswith(f"pretrain_llama.py: {message}; in a rerun all values were")
     steps = [row["iteration"] for row in result.rows() if "loss" in row]
     assert steps == [1, 2, 3, 4] and result.saved() == ["step_00000002"]
 

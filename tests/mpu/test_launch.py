@@ -127,7 +127,7 @@ def test_a_run_computes_fp32_in_fp32_whatever_the_environment_says(env, tmp_path
     assert seen == {name: EXACT[name] for name in env}
     assert "onednn_verbose" in said and "attr-fpmath" not in said
     told = " ".join(said.split())
-    assert f"{', '.join(env)}: set so that products of fp32 are computed in fp32" in told
+    assert f"{', '.join(env)}: overridden, fp32 matmuls are computed in fp32" in told
 
 
 @pytest.mark.prove

@@ -73,7 +73,7 @@ def flipped(cluster: Cluster, job: Job) -> tuple[float, float]:
     job.put_back(1, 60.0)
     stopped = time.monotonic() - began
     job.all_gone()
-    job.must_say("replicas differ at iteration", "a transient fault", "back into the queue")
+    job.must_say("replicas differ at iteration", "the fault was transient", "back into the queue")
     return stopped, job.go_on()
 
 

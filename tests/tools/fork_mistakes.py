@@ -182,7 +182,7 @@ MISTAKES = {
             ),
             "(self.config, sliding_window=0)": "(self.config, sliding_window=0, local=False)",
         },
-        "belongs into a subclass of Gemma3Config, which layer_config returns",
+        "belongs in a subclass of Gemma3Config, which layer_config returns",
     ),
     # initial values
     "a standard deviation written out": Mistake(
@@ -195,7 +195,7 @@ MISTAKES = {
     "weights drawn as torch draws them": Mistake(
         LLAMA, {"draw_normal(param, table[name], std / scale, seed)":
                 "nn.init.normal_(param, 0.0, std / scale)"},
-        "draw it by mpu.param.draw_normal", LAYOUTS,
+        "draw it with mpu.param.draw_normal", LAYOUTS,
     ),
     "norms of 1 + w that begin at 2": Mistake(
         GEMMA2, {"        return 0.0\n": "        return 1.0\n"}, ""
@@ -220,7 +220,7 @@ MISTAKES = {
     "layers of two pipeline ranks share an MLP": Mistake(
         LLAMA, {"        self.blocks = [[": "        for i in numbers[1:]:\n            self.layers"
                 "[str(i)].mlp = self.layers[str(numbers[0])].mlp\n        self.blocks = [["},
-        "which are on several pipeline ranks, and each would train", LAYOUTS,
+        "which are on different pipeline ranks, and each rank would train", LAYOUTS,
     ),
     # what a layer keeps or writes over
     "layers counted from a rank's first": Mistake(
@@ -241,7 +241,7 @@ MISTAKES = {
                 "        return h.add_(self.mlp_out_norm(self.mlp(x)))  # here"
             ),
         },
-        " keeps it for backward, and HERE writes over it",
+        " keeps it for backward, and HERE overwrites it",
     ),
     # what stops a run
     "a shape that depends on values": Mistake(
@@ -305,7 +305,7 @@ MISTAKES = {
             "        from mpu.layers.cross_entropy import vocab_parallel_cross_entropy as loss\n\n"
             "        return loss(logits, labels, v, self.ctx) + penalty\n"
         )},
-        "HERE; the loss writes the gradient of the logits over them: use logits.clone() there",
+        "HERE; the loss overwrites the logits with their gradient: use logits.clone() there",
     ),
     "a norm in fp32": Mistake(
         PHI,
@@ -324,7 +324,7 @@ MISTAKES = {
             ),
             "import torch.nn.functional as F\n": "import torch\nimport torch.nn.functional as F\n",
         },
-        "a tensor of float32 meets one of float64 (fork_HERE)",
+        "a float32 tensor is combined with a float64 one (fork_HERE)",
     ),
     "an error on one rank": Mistake(
         LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},

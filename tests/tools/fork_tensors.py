@@ -90,7 +90,7 @@ TENSORS: dict[str, Mistake] = {
     "a mean over a shard": mlp("self.down(y - y.mean(-1, keepdim=True))", f"y = {Y}", said=TAKES),
     "a softmax over a shard": mlp("self.down(y * y.softmax(-1))", f"y = {Y}", "tp 2 + SP", TAKES),
     "divided by the local width": mlp("self.down(y / y.shape[-1])", f"y = {Y}", "tp 2; tp 4",
-                                      TAKES + ".*it is 2 times the other, as by a size of one"),
+                                      TAKES + ".*it is 2 times the other, as if by a size of one"),
     "features counted from 0": mlp("self.down(y * at)", f"y = {Y}; at = 1 + torch.arange("
                                    "y.shape[-1], dtype=y.dtype, device=y.device)", said=TAKES),
     "heads counted on a rank": llama(CORE, "        return self.proj(y / self.heads)\n", "tp 2",

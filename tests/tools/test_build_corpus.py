@@ -90,9 +90,9 @@ def test_this_python_has_a_corpus_worth_training_on(tmp_path):
 
 
 TOO_LITTLE = {  # what is given: the sentence
-    "--input": "--input {}: 9 bytes are too little text to hold a part of it out: give two "
-    "documents, or one of more than 400 characters",
-    "--data": "DATA {}: 9 bytes are too little text",
+    "--input": "--input {}: 9 bytes of text are too few to hold a part out for validation: give "
+    "two documents, or one of more than 400 characters",
+    "--data": "DATA {}: 9 bytes of text are too few",
     "--library": "0 texts are too few to hold 5.0% of them out",
 }
 

@@ -152,7 +152,7 @@ def test_prune_keeps_out_while_a_run_writes(tmp_path: Path, tool: Any, write: An
 REFUSED = [
     (["list", "{dir}/no"], "{dir}/no is not a directory"),
     (["list", "{dir}"], "{dir}: no checkpoint there"),
-    (["list", "{dir}/run/step_00000001"], "is one step: give the directory of the run, {dir}/run"),
+    (["list", "{dir}/run/step_00000001"], "is one step's directory: give the run's, {dir}/run"),
     (["list", "{dir}/hf"], "is a Hugging Face directory: only show, diff and convert read it"),
     (["verify", "{dir}/no"], "{dir}/no is not a directory"),
     (["verify", "{dir}/megatron"], "holds a Megatron-LM checkpoint"),
@@ -174,9 +174,9 @@ REFUSED = [
     (["convert", "--from-hf", "{dir}/run", "--save", "{dir}/x"], "run holds checkpoints of Weft"),
     (["convert", "--upcycle", "{dir}/run", "--num-experts", "2", "--moe-router-topk", "3", "--save",
       "x"], "--moe-router-topk 3 is more than --num-experts 2"),
-    (["convert", "--from-hf", "a", "--save", "b", "--dtype", "float32"], "goes with --to-hf only"),
-    (["convert", "--from-hf", "a", "--save", "b", "--max-shard-size", "1"], "with --to-hf only"),
-    (["convert", "--to-hf", "a", "--load", "b", "--save", "c"], "--from-mcore or --upcycle only"),
+    (["convert", "--from-hf", "a", "--save", "b", "--dtype", "float32"], "be used with --to-hf"),
+    (["convert", "--from-hf", "a", "--save", "b", "--max-shard-size", "1"], "with --to-hf"),
+    (["convert", "--to-hf", "a", "--load", "b", "--save", "c"], "--from-mcore or --upcycle"),
 ]  # fmt: skip
 
 

@@ -230,7 +230,7 @@ def test_a_run_goes_on_in_the_data_where_megatron_was(tmp_path, capsys):
     [
         ({"consumed_train_samples": -1}, "are not counts"),
         ({"consumed_train_samples": "many"}, "are not counts"),
-        (None, "does not say how far the run is"),
+        (None, "the run's progress is"),
     ],
 )
 def test_without_its_progress_a_checkpoint_begins_at_sample_0(tmp_path, capsys, args, why):
@@ -385,7 +385,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
     [
         (legacy, "mp_rank_* directories are pickles, which can run code; only Megatron's torch_di"),
         (lambda place: write_format(place, "zarr"), "says 'zarr'; only the format torch_dist"),
-        (beside(EXPERT, L, 4), f"ckpt: it is a mixture of experts ({EXPERT}), and dense Llamas al"),
+        (beside(EXPERT, L, 4), f"ckpt: it is a mixture of experts ({EXPERT}), and only dense"),
         (beside(BIAS, L, 80), f"{BIAS} is not a tensor of the dense Llama"),
         (without("output_layer.weight"), "the tensor output_layer.weight is missing; it has "),
         (beside("embedding.word_embeddings.weight", 250, H), "asks for at least [251, 48]"),
@@ -395,9 +395,9 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         # saves that were cut off, or copied in part
         (
             remove("__1_0.distcp"),
-            "1 of 2 files that are needed are not complete: __1_0.distcp, of ",
+            "1 of 2 required files are incomplete: __1_0.distcp, of ",
         ),
-        (shorten("__0_0.distcp", 100), "__0_0.distcp has 100 bytes of at least "),
+        (shorten("__0_0.distcp", 100), "__0_0.distcp has 100 bytes and needs at least "),
         (shorten("__0_0.distcp", -1), "__0_0.distcp has "),
         (shorten(".metadata", 0), ".metadata, the index of its tensors, has 0 bytes: the save was"),
         (remove(".metadata"), ".metadata, the index of its tensors, is missing: the save was cut"),
@@ -411,7 +411,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         (emptied, "there is no metadata.json, no .metadata and no .distcp file"),
         (
             beside("decoder.layers.mlp.router.weight", L, 4, H),
-            "ckpt: it is a mixture of experts (decoder.layers.mlp.router.weight), and dense Llamas",
+            "ckpt: it is a mixture of experts (decoder.layers.mlp.router.weight), and only dense",
         ),
     ],
 )
@@ -432,4 +432,4 @@ def test_flags_that_go_together(tmp_path, capsys):
     assert main(["convert", "--from-mcore", "a", "--save", "b"]) == 2
     assert "--from-mcore needs --hf-config" in capsys.readouterr().err
     assert main(["convert", "--from-hf", "a", "--save", "b", "--hf-config", "c"]) == 2
-    assert "--hf-config goes with --from-mcore only" in capsys.readouterr().err
+    assert "--hf-config can only be used with --from-mcore" in capsys.readouterr().err

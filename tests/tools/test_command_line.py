@@ -102,4 +102,4 @@ def test_an_empty_path_is_not_the_folder_one_stands_in(tool, typed, flag, capsys
     monkeypatch.setattr("sys.argv", [tool.__name__, *typed])
     with pytest.raises(SystemExit) as end:
         tool.main()
-    assert end.value.code == 2 and f"argument {flag}: it is empty" in capsys.readouterr().err
+    assert end.value.code == 2 and f"argument {flag}: the path is empty" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def fails(capsys, *flags):
         ("--schedule interleaved -p 4 -m 2", "interleaved needs "),
         ("--schedule 1f1b -v 2", "1f1b has 1 virtual stages a rank, not 2"),
         ("--schedule 1f1b -m 0", "at least 1"),
-        ("--schedule 1f1b --out a.gif", "a.gif: a picture is a .png or an .svg"),
+        ("--schedule 1f1b --out a.gif", "a.gif: a picture must be a .png or .svg file"),
         ("--all nowhere -p 4 -m 3", "interleaved needs "),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_cannot_be_done_is_one_sentence(flags, said, capsys, tmp_path, monk
         ("--schedule 1f1b --costs a,1,1", "a,1,1 is not three numbers"),
         ("--schedule 1f1b --costs 0,1,1", "0,1,1: every cost must be above 0"),
         ("--schedule 1f1b --send -1", "--send -1.0"),
-        ("--all docs --table", "--all takes no --out, --table or --group"),
+        ("--all docs --table", "--all cannot be combined with --out, --table or --group"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(flags, said, capsys):

@@ -341,7 +341,7 @@ def test_a_difference_is_said():
         ("--pp 2 --schedule interleaved --micro-batches 3", "leave a last group of 1"),
         ("--schedule zb-v", "virtual stages need a pipeline"),
         ("--tp 0", "--tp 0 must be at least 1"),
-        ("--tp 8 --dp 2 --pp 2", "is 32 processes on this machine: at most 16"),
+        ("--tp 8 --dp 2 --pp 2", "is 32 processes on this machine, and at most 16"),
     ],
 )
 def test_what_a_user_is_told(capsys, argv, said):
@@ -370,7 +370,7 @@ def test_the_timeline_of_the_document_is_what_is_drawn_now(world, tmp_path):
 def test_a_timeline_is_drawn_where_it_may_be(tmp_path, capsys):
     mine = tmp_path / "mine.svg"
     mine.write_text("<svg>drawn by somebody</svg>")
-    for path, said in ((mine, "nothing else is replaced"), (tmp_path / "a.pdf", "a .png or an")):
+    for path, said in ((mine, "nothing else is replaced"), (tmp_path / "a.pdf", "a .png or .svg")):
         assert main(["--tp", "2", "--timeline", str(path)]) == 2
         assert said in capsys.readouterr().err
     assert mine.read_text() == "<svg>drawn by somebody</svg>"

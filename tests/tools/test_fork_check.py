@@ -91,7 +91,7 @@ MISTAKES = {
         "llama",
         {"h, (f, f), ctx": "h, 2 * f, ctx"},
         "tp 2",
-        ("layers.0.mlp.gate_up.weight has 1 section and hf_names gives it", "not saved"),
+        ("layers.0.mlp.gate_up.weight has 1 section, but hf_names gives it", "not saved"),
     ),
     "norm over a shard": (
         "llama",
@@ -474,5 +474,5 @@ def test_a_name_that_transformers_module_has_in_memory_alone_is_no_name_of_a_che
     maker = SimpleNamespace(weights=theirs.state_dict())
     said = huggingface._Theirs.renamed(maker, theirs)
     assert said == (
-        "lm_head.weight is a name in memory alone, and its checkpoints have embed_out.weight"
+        "lm_head.weight is only its name in memory, and checkpoints have embed_out.weight"
     )

@@ -365,7 +365,7 @@ def test_an_imported_model_brings_its_tokenizer(
     kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", large]
     with pytest.raises(SystemExit):
         main(["--load", str(run), *flags, "w5", *kind])
-    assert "200 entries and the model only 101" in capsys.readouterr().err
+    assert "200 tokens, but the model's vocabulary only 101" in capsys.readouterr().err
 
 
 def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

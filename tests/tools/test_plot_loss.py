@@ -172,9 +172,9 @@ def test_several_runs_have_their_names_in_a_legend(tmp_path, monkeypatch, capsys
     write(tmp_path / "base" / "log", long)  # its last step is one of six
     assert "base, train 3.17 (mean of 6)" in drawn("--output", str(svg))[0]
     assert "b, train 3.51" in drawn("--output", str(svg), "--names", "a", "b")[0]
-    with pytest.raises(SystemExit, match="--names: 2 different names are needed, one a run"):
+    with pytest.raises(SystemExit, match="--names: 2 different names are needed, one per run"):
         drawn("--output", str(svg), "--names", "a")
-    with pytest.raises(SystemExit, match="a.pdf: a picture is a .png or an .svg"):
+    with pytest.raises(SystemExit, match="a.pdf: a picture must be a .png or .svg file"):
         drawn("--output", "a.pdf")
 
 
@@ -189,7 +189,7 @@ def test_without_output_the_picture_lies_beside_the_log(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("not json\n", "line 1: not a line"), ("", "holds no loss yet")]
+    ("content", "said"), [("not json\n", "line 1: not a line"), ("", "has no loss yet")]
 )
 def test_a_file_that_is_no_log_is_one_sentence(tmp_path, content, said):
     (tmp_path / "log").write_text(content)
@@ -251,7 +251,7 @@ def test_panels_want_what_they_show(tmp_path):
     log = write(tmp_path / "log", [{"iteration": 1, "loss": 0.0}, {"iteration": 2, "loss": 1.0}])
     for flags, said in (
         (["--panels", "lr"], "--panels lr: there is no learning rate in "),
-        (["--reference", "nan", "x"], "--reference nan: a finite number is needed"),
+        (["--reference", "nan", "x"], "--reference nan: must be a finite number"),
     ):
         done = run(log, "--output", tmp_path / "loss.png", *flags)
         assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1

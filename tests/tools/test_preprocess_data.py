@@ -286,7 +286,7 @@ def test_a_command_of_megatrons_tool(tmp_path, capsys):
     capsys.readouterr()
     assert main([*flags, "--tokenizer-type", "TikTokenizer"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("preprocess_data.py: --vocab-file: TikTokenizer does not read it")
+    assert said.startswith("preprocess_data.py: --vocab-file: TikTokenizer does not use it")
     with pytest.raises(SystemExit):
         main([*flags, "--tokenizer-type", "PretrainedFromHF"])
     assert "of a Hugging Face folder give HuggingFaceTokenizer" in capsys.readouterr().err

@@ -403,9 +403,9 @@ WRONG = {  # what a fork's file does: what is said
             "(a + 2 * g) * d, ctx=ctx",
             '("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")': '("qkv",)',
         },
-        "--optimizer muon: layers.0.attention.qkv.weight, of shape [128, 64], has as many rows as "
-        "queries, keys and values together, and its Placement names no sections: make it by "
-        "qkv_linear (mpu/layers/qkv.py), or give --muon-no-split-qkv",
+        "--optimizer muon: layers.0.attention.qkv.weight, of shape [128, 64], looks like a fused "
+        "QKV weight, but its Placement has no sections: create it with qkv_linear "
+        "(mpu/layers/qkv.py), or give --muon-no-split-qkv",
     ),
     "three dimensions": (
         {

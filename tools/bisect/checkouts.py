@@ -31,7 +31,7 @@ def checkout(base: str, folder: Path) -> Path:
         words = ["git", "-C", str(ROOT), "archive", "--format=tar", base]
         done = subprocess.run(words, capture_output=True)
         if done.returncode:
-            raise NoCheckout(f"{base}: no commit of {ROOT}: {done.stderr.decode().strip()}")
+            raise NoCheckout(f"{base}: not a commit of {ROOT}: {done.stderr.decode().strip()}")
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
             files.extractall(folder, filter="data")
         tree = folder
@@ -47,7 +47,7 @@ def build(tree: Path) -> None:
     words = [sys.executable, "setup.py", "--quiet", "build_native"]
     done = subprocess.run(words, cwd=tree, capture_output=True, text=True)
     if not (tree / "build" / "weft_native.so").exists():
-        raise NoCheckout(f"{tree}: no native library: {done.stdout}{done.stderr}".strip())
+        raise NoCheckout(f"{tree}: no native library was built: {done.stdout}{done.stderr}".strip())
 
 
 def describe(base: str) -> str:

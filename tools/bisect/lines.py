@@ -160,7 +160,7 @@ def _check(where: str, row: Mapping[str, Any], must: Rules, may: Rules) -> None:
         if key not in row and key in must:
             raise ValueError(f"{where}: {key} is missing")
         if (key in must or row.get(key) is not None) and not is_right(row[key]):
-            raise ValueError(f"{where}: {key} is not what a run writes there")
+            raise ValueError(f"{where}: {key} is not what a run writes")
 
 
 def read(folder: Path) -> Lines:
@@ -187,19 +187,19 @@ def read(folder: Path) -> Lines:
                 _check(where, row, {"iteration": _is_count, **DIGEST}, {})
                 names = found.head.get("names", [])
                 if any(len(row[key]) != len(names) for key in LISTS):
-                    raise ValueError(f"{where}: it has not a digest of each of {len(names)} names")
+                    raise ValueError(f"{where}: lacks a digest of one of {len(names)} names")
                 found.steps[row["iteration"]] = row
             elif "loss" in row and "iteration" in row:
                 _check(where, row, {"iteration": _is_count}, LOG_MAY)
                 found.log[row["iteration"]] = row
                 for pair in row.get("step_losses") or []:
                     if not isinstance(pair, list) or len(pair) != 2 or not _is_count(pair[0]):
-                        raise ValueError(f"{where}: step_losses is not what a run writes there")
+                        raise ValueError(f"{where}: step_losses is not what a run writes")
                     _check(where, {"loss": pair[1]}, {}, LOG_MAY)
                     found.log.setdefault(pair[0], {"iteration": pair[0], "loss": pair[1]})
     count = len(found.head.get("names", []))
     if any(len(row[key]) != count for row in found.steps.values() for key in LISTS):
-        raise ValueError(f"{folder}: its {DIGESTS} has steps of models with other tensors")
+        raise ValueError(f"{folder}: {DIGESTS} has steps of models with different tensors")
     for path in sorted(folder.rglob("step_*/state.json")):
         if not STEP.fullmatch(path.parent.name):
             continue
@@ -241,7 +241,7 @@ def first_step(
     ours, theirs = (one.steps, other.steps) if digests else (one.log, other.log)
     common = sorted(ours.keys() & theirs.keys())
     if not common:
-        raise ValueError("the two runs have written no step in common: no digests and no log")
+        raise ValueError("the two runs have no step in common: no digests and no log of it")
     before, base = 0, _base(one, other)
     limits, grown = Limits(0.0 if allowed.exact else base), Grown()
     blind = 0
@@ -266,8 +266,8 @@ def first_step(
         before = i
     if blind and notes is not None:
         notes.append(
-            f"from step {blind} on rounding has grown so far that gradients of these two layouts "
-            "cannot be told apart: compare from a common checkpoint"
+            f"from step {blind} on rounding has grown so much that gradients of these two layouts "
+            "cannot be compared: compare from a common checkpoint"
         )
     return None
 

@@ -67,7 +67,7 @@ def run(
     if any(each.code for each in ended):
         raise RunError(_why(folder, ended, limit))
     if late := [rank for rank, each in enumerate(ended) if each.code is None]:
-        raise RunError(f"ranks {late} did not end within {limit:.0f} s")
+        raise RunError(f"ranks {late} did not end within {limit:.0f} s (--timeout)")
     return time.monotonic() - began
 
 

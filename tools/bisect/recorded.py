@@ -41,7 +41,7 @@ def world_of(found: Any, letter: str) -> int:
         return found
     text = f"{found:,}" if type(found) is int else "no number"
     raise ValueError(
-        f"its number of processes, {text}, is none from 1 to {RANKS}: give --ranks-{letter.lower()}"
+        f"its number of processes, {text}, must be from 1 to {RANKS}: give --ranks-{letter.lower()}"
     )
 
 
@@ -52,7 +52,7 @@ def flags_of(argv: Sequence[str], tree: Path, letter: str, own: Path | None) -> 
     not import a checkout. Raises ValueError, with the reason, if the run cannot be replayed.
     """
     if len(argv) > WORDS or any(len(word) > LONGEST for word in argv):
-        raise ValueError("its command line is longer than one can be")
+        raise ValueError("its recorded command line is too long")
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
         try:
             found = process.submit(_flags_of, tuple(argv), tree, letter, own).result()
@@ -110,7 +110,7 @@ def _groups(words: Sequence[str]) -> list[tuple[str, list[str]]]:
         if name.startswith("--"):
             found.append((name, [value] if has else []))
         elif not found:
-            raise ValueError(f"{word[:80]}: a value that belongs to no flag")
+            raise ValueError(f"{word[:80]}: a value without a flag")
         else:
             found[-1][1].append(word)
     return found
@@ -122,7 +122,7 @@ def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
     if not least <= len(values) <= most:
         raise ValueError(f"{name} has {len(values)} values")
     if any(value.startswith("--") for value in values):
-        raise ValueError(f"{name} has a flag for a value")
+        raise ValueError(f"{name} has a flag as its value")
     if values and live:
         several = flag.rule.nargs == "*"
         flag.read([values] if flag.rule.repeated else values if several else values[0])
@@ -135,7 +135,7 @@ def _shipped(values: list[str], tree: Path, letter: str) -> str:
     if at.parent != (tree / "model").resolve() or at.suffix != ".py" or not at.is_file():
         name = values[-1] if values else ""
         raise ValueError(
-            f"--model-file {name} is code, and a folder may be anybody's: if you trust that file, "
-            f"name it by --model-file-{letter.lower()}"
+            f"--model-file {name}, which the folder names, is code: if you trust that file, give "
+            f"--model-file-{letter.lower()} {name}"
         )
     return f"model/{at.name}"

@@ -116,7 +116,8 @@ def named(
         return side
     if model_file is not None:
         raise ValueError(
-            f"--model-file-{letter.lower()} goes with the folder of a run: a command line names it"
+            f"--model-file-{letter.lower()} is only for the folder of a run: {letter} is a command "
+            "line, which names it by --model-file"
         )
     if not text and like is not None and like.program is None:
         raise ValueError(f"{letter}: A cannot be run again: {like.why_not}")
@@ -129,7 +130,7 @@ def named(
     if not words:
         raise ValueError(f"{letter}: name a folder of a run, or a command line in quotes")
     if len(words) == 1 and not words[0].startswith("-"):
-        raise ValueError(f"{letter}: {text}: there is no such folder, and it is not a command line")
+        raise ValueError(f"{letter}: {text} is neither a folder nor a command line")
     return Named(letter, text, _program(words, tree, ranks))
 
 

@@ -97,7 +97,7 @@ def _size(value: Any, level: int, most: int, sizes: dict[int, tuple[int, int]]) 
                 more = _size(part, level + 1, most, sizes)
             count, levels = count + more[0], max(levels, 1 + more[1])
         if count > most:
-            raise ValueError(f"it stands for more than {most:,} values, as it names parts twice")
+            raise ValueError(f"it expands to more than {most:,} values, as parts occur twice")
         sizes[id(value)] = count, levels
     found = sizes.get(id(value))
     if found is None or level + found[1] - 1 > DEPTH:

@@ -76,9 +76,9 @@ def import_mcore(
     found = McoreCheckpoint(source, with_optimizer)
     if name := next((name for name in found.index if EXPERT.search(name)), ""):
         raise CheckpointError(
-            f"{found.directory}: it is a mixture of experts ({name}), and dense Llamas alone come "
-            "from Megatron's format: write it in Hugging Face's format with Megatron-Bridge or "
-            "Megatron's own tools, and convert that with --from-hf"
+            f"{found.directory}: it is a mixture of experts ({name}), and only dense Llamas are "
+            "read from Megatron's format: export it to Hugging Face's format with Megatron-Bridge "
+            "or Megatron's own tools, and convert that with --from-hf"
         )
     try:
         foreign = read_json(hf / CONFIG)
@@ -96,7 +96,7 @@ def import_mcore(
         if with_optimizer and not found.has_common():
             raise CheckpointError(f"{error}; {WEIGHTS_ALONE}") from None
         iteration = consumed = length = 0
-        note(f"{error}: the checkpoint begins at sample 0, and takes the weights alone")
+        note(f"{error}: only the weights are taken, and the checkpoint begins at sample 0")
     else:
         state = state_of(weights) if with_optimizer else None
     if padding := weights.padding():
@@ -142,7 +142,7 @@ def _settings(args: dict[str, Any], model_file: str) -> dict[str, Any]:
             known = key in args or part == "optimizer" or key.startswith("train_")
             if known and isinstance(value, (int, float, str, type(None))):
                 if value is not None and not fits(value, SETTINGS[f"{part}.{key}"].rule):
-                    raise ValueError(f"its argument {key} is {shown(value)}, which no run has")
+                    raise ValueError(f"its argument {key} is {shown(value)}, not a valid value")
                 found[f"{part}.{key}"] = value
     return found
 

@@ -130,7 +130,7 @@ def export_mcore(
         lock.close(undo=True)
     if not with_state:
         frozen = " of frozen parameters" if found.state.get("frozen_parameters") else ""
-        note(f"{found.directory} has no optimizer's state{frozen}: give Megatron --finetune")
+        note(f"{found.directory} has no optimizer state{frozen}: give Megatron --finetune")
     if with_state and saved and saved.get("optimizer.param_group"):
         note("Megatron has no --param-group: there its factors of learning rate and decay are 1")
     if config.vocab_size % 128:
@@ -174,7 +174,7 @@ def _write(
         if isinstance(error, OSError):
             raise SaveError(f"{made}: it was not written: {error}") from None
         if isinstance(error, RuntimeError):  # of torch.save, whose message is a line of C++
-            why = f"torch.save wrote a part of it, and {free:,} bytes were free there"
+            why = f"torch.save wrote only a part of it, and {free:,} bytes were free there"
             raise SaveError(f"{made}: it was not written: {why}") from None
         raise
     latest = root / f".latest-{secrets.token_hex(8)}"
@@ -207,7 +207,8 @@ def _check_state(found: Checkpoint, names: Names) -> bool:
         raise ValueError(f"{found.directory}: {odd[0]} is not a tensor of a dense Llama")
     dtypes = {found.index[name]["dtype"] for name in names.shapes}
     if not dtypes <= {"F32", "BF16", "F16"}:
-        raise ValueError(f"{found.directory}: weights in {', '.join(sorted(dtypes))}")
+        kinds_there = ", ".join(sorted(dtypes))
+        raise ValueError(f"{found.directory}: weights in {kinds_there}, not in F32, BF16 or F16")
     if odd := sorted(kinds - {"master", *MOMENTS}):
         raise ValueError(
             f"{found.directory}: its optimizer's state has {', '.join(odd)}: only AdamW's is "
@@ -361,7 +362,7 @@ def _taken(found: Checkpoint) -> dict[str, Any]:
     for name, value in taken.items():
         if not fits(value, SETTINGS[name].rule):
             text = printable(str(value))[:80]
-            raise ValueError(f"{found.directory}: state.json: {name} is {text}, which no run has")
+            raise ValueError(f"{found.directory}: state.json: {name} is {text}, not a valid value")
     return taken
 
 

@@ -135,8 +135,8 @@ class Weights:
         exact = len(grid) == len(shape) and prod(grid) * length == prod(shape)
         if not exact or prod(block) != length or prod(grid) > BLOCKS:
             raise CheckpointError(
-                f"{self.found.directory}: {prefix}{key} has shape {list(stored.shape)}, which is "
-                f"not that of a tensor of {list(shape)} nor of blocks of one; {WEIGHTS_ALONE}"
+                f"{self.found.directory}: {prefix}{key} has shape {list(stored.shape)}, which fits "
+                f"neither a tensor of shape {list(shape)} nor its blocks; {WEIGHTS_ALONE}"
             )
         target = torch.empty(sizes, dtype=stored.dtype)
         for at in product(*map(range, grid)):
@@ -237,14 +237,14 @@ class Memory(State):
         grid = [args.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline")]
         counts = [n for n in grid if type(n) is int and n > 0]
         if len(counts) != 2:
-            raise self._unclear(f"{COMMON} does not say tensor and pipeline parallelism")
+            raise self._unclear(f"{COMMON} lacks the tensor- and pipeline-parallel sizes")
         self.tp, self.pp = counts
         chunks = 1 + max(buffer for _, buffer in sizes)
         count = self.tp * self.pp * chunks
         grid_of = range(self.tp * self.pp), range(chunks)
         if count != len(sizes) or set(sizes) != set(product(*grid_of)):
             raise self._unclear(
-                f"tp {self.tp} x pp {self.pp} x {chunks} chunks have {count} buffers, and "
+                f"tp {self.tp} x pp {self.pp} x {chunks} chunks need {count} buffers, and "
                 f"{len(sizes)} are there"
             )
         self.sizes, self.stages = sizes, self.pp * chunks
@@ -255,13 +255,13 @@ class Memory(State):
         else:
             raise self._unclear("parameters of these sizes do not fill its buffers")
         if not self.agrees(weights.names.every()):
-            raise self._unclear("not every master rounds to its weight where it should lie")
+            raise self._unclear("not every master weight there rounds to its weight")
 
     def _unclear(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.directory}: which numbers of the distributed optimizer's buffers belong to "
-            f"which parameter cannot be told: {why}; save once more by megatron-core 0.14 or later "
-            f"with --dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}"
+            f"{self.directory}: the distributed optimizer's buffers cannot be assigned to "
+            f"parameters: {why}; save once more with megatron-core 0.14 or later and "
+            f"--dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}"
         )
 
     def _order(self, fused: bool) -> list[str]:
@@ -403,7 +403,7 @@ def _buckets(weights: Weights) -> Memory:
     for (group, _), row in sizes.items():
         if len(row) != 1 + max(row):
             raise CheckpointError(
-                f"{found.directory}: of {1 + max(row):,} buckets of rank {group} only {len(row)} "
+                f"{found.directory}: only {len(row)} of {1 + max(row):,} buckets of rank {group} "
                 f"are there; {WEIGHTS_ALONE}"
             )
     rows = {at: [row[i] for i in range(len(row))] for at, row in sizes.items()}

@@ -86,7 +86,7 @@ def size_of(record: Any) -> tuple[int, ...]:
         (numbers,) = record.args
         if isinstance(numbers, tuple) and len(numbers) <= 8 and all(map(is_count, numbers)):
             return numbers
-    raise ValueError("a size is not up to 8 counts")
+    raise ValueError("a size must be at most 8 whole numbers >= 0")
 
 
 def dtype_of(tensor: str, record: Any) -> torch.dtype:
@@ -126,7 +126,7 @@ def read_index(data: bytes, accepts: Callable[[str], bool]) -> tuple[Index, dict
             starts, sizes = size_of(box["offsets"]), size_of(box["sizes"])
             place = places.get((name, starts))
             if place is None:
-                raise ValueError(f"it does not say where {name} from {starts} on is")
+                raise ValueError(f"it does not give the place of the part of {name} at {starts}")
             parts.append(Part(starts, sizes, *place))
         if not tiles(shape, [(part.starts, part.sizes) for part in parts]):
             raise ValueError(f"the parts of {name} do not tile its shape {list(shape)}")
@@ -192,7 +192,7 @@ class Archive:
         """Return the bytes of a member, whose checksum is verified."""
         info = self._info(name)
         if info.file_size > most:
-            raise ValueError(f"its {name} has {info.file_size:,} bytes of at most {most:,}")
+            raise ValueError(f"its {name} has {info.file_size:,} bytes, more than {most:,}")
         with _sound():
             return self._zip.read(info)
 
@@ -216,11 +216,11 @@ class Archive:
         """Return (first, shape, strides, dtype, key of its bytes) of a tensor."""
         plain = isinstance(record, Record) and record.name.startswith(REBUILD)
         if not plain or not isinstance(record.args, tuple) or len(record.args) < 4:
-            raise ValueError("it holds something else where a tensor is expected")
+            raise ValueError("it does not hold a tensor, which is expected")
         place, first, shape, strides = record.args[:4]
         where = place.args if isinstance(place, Record) else ()
         if not isinstance(where, tuple) or len(where) != 5 or not isinstance(where[2], str):
-            raise ValueError("it does not say where its numbers are")
+            raise ValueError("it does not give the place of its values")
         kind, sizes = where[1], (shape, strides)
         dtype = kind.name.rpartition(".")[2] if isinstance(kind, Record) else ""
         dtypes = {storage: found for storage, found in DTYPES.values()}
@@ -240,10 +240,10 @@ class Archive:
         data = self._member(key, 2 * prod(sizes) * dtype.itemsize + 4096)
         count = self.top.args[0].args[4]
         if type(count) is not int or len(data) != count * dtype.itemsize:
-            raise ValueError(f"its storage has {len(data)} bytes of {shown(count)} numbers")
+            raise ValueError(f"its storage has {len(data)} bytes for {shown(count)} numbers")
         last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if prod(shape) and last >= count:
-            raise ValueError(f"its numbers end at {last} of {count}")
+            raise ValueError(f"its last number is number {last} of {count}")
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(data), dtype=dtype).as_strided(shape, strides, first)
@@ -348,7 +348,7 @@ class McoreCheckpoint:
             found: dict[str, Any] = self.common.top.named()["args"].state.named()
         except (LookupError, AttributeError):
             raise CheckpointError(
-                f"{self.directory / COMMON}: it lacks args, so it does not say how far the run is"
+                f"{self.directory / COMMON}: it lacks args, so the run's progress is not known"
             ) from None
         return found
 
@@ -359,7 +359,7 @@ class McoreCheckpoint:
             found = (iteration, args["consumed_train_samples"], args["seq_length"])
         except (LookupError, AttributeError) as error:
             raise CheckpointError(
-                f"{self.directory / COMMON}: it does not say how far the run is ({error})"
+                f"{self.directory / COMMON}: the run's progress is missing ({error})"
             ) from None
         counts = all(map(is_count, found))
         if not counts or not is_count(found[1] * found[2]):
@@ -422,14 +422,14 @@ class McoreCheckpoint:
         if not bad:
             return
         problems = [
-            f"{name} has {there[name]:,} bytes of at least {size:,}"
+            f"{name} has {there[name]:,} bytes and needs at least {size:,}"
             if name in there
             else f"{name}, of at least {size:,} bytes, is missing"
             for name, size in sorted(bad.items())
         ]
         more = f", and {len(problems) - 3} more" * (len(problems) > 3)
         raise self._cut_off(
-            f"{len(bad)} of {len(needed)} files that are needed are not complete: "
+            f"{len(bad)} of {len(needed)} required files are incomplete: "
             f"{'; '.join(problems[:3])}{more}"
         )
 
@@ -463,7 +463,7 @@ class McoreCheckpoint:
             if part.length < need:
                 raise CheckpointError(
                     f"{self.directory / part.file}: {name} at byte {part.offset} has {part.length} "
-                    f"bytes of at least {need}"
+                    f"bytes and needs at least {need}"
                 )
 
 

@@ -45,8 +45,8 @@ def upcycle(
     file = model_file_of(sizes, saved)
     if file.__file__ not in DENSE:
         raise ValueError(
-            f"--upcycle {place}: its model is {Path(file.__file__).name}, and a dense Llama or "
-            "Qwen3 is what becomes a mixture of experts"
+            f"--upcycle {place}: its model is {Path(file.__file__).name}, and only a dense Llama "
+            "or Qwen3 can become a mixture of experts"
         )
     dense = saved_config(file, sizes, saved)
     normalised = DENSE[file.__file__]

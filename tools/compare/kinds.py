@@ -135,7 +135,7 @@ def _missing(found: Difference, near: Near) -> Kind | None:
     parts = [x.double() for x in joined.replicas]
     a, n = found.one.double(), len(joined.replicas)
     if near(a, torch.stack(parts).sum(0)):
-        return Kind("a missing sum", f"a sum over tp is missing: what the {n} ranks have adds up")
+        return Kind("a missing sum", f"a sum over tp is missing: the parts of the {n} ranks add up")
     if near(a, torch.stack(parts).mean(0)):
         return Kind("a missing sum", f"each of the {n} ranks of tp has a part of a mean")
     over = "of tp" if found.key.group == "activation" or found.key.kind == "own gradient" else ""
@@ -143,7 +143,7 @@ def _missing(found: Difference, near: Near) -> Kind | None:
     if 0 < len(wrong) < n:
         which = f"only on rank {_numbers(wrong)} {over}".strip()
         return Kind("one rank", f"{which}, of {n} that should be equal")
-    return Kind("replicas", f"the {n} ranks {over}".strip() + " differ, which should have the same")
+    return Kind("replicas", f"the {n} ranks {over}".strip() + " differ, but should be equal")
 
 
 def _scaled(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:
@@ -167,7 +167,7 @@ def _scaled(found: Difference, one: Side, other: Side, near: Near) -> Kind | Non
         if size == 1 or not (more or less):
             continue
         if inside:  # a rank's own features: nothing is added
-            return Kind("a local size", f"{times}, as by a size of one of {size} ranks of {axes}")
+            return Kind("a local size", f"{times}, as if by a size of one rank of {axes}")
         if more:
             return Kind("a sum twice", f"{times}: added over {axes} twice")
         return Kind("divided", f"{times}: divided by the ranks of {axes}, or not added")
@@ -182,8 +182,8 @@ def _shifted(found: Difference, other: Side, near: Near) -> Kind | None:
     off = found.other.double() - found.one.double()
     if off.shape[0] * off.shape[1] == 1 or not near(off, off[:1, :1].expand_as(off)):
         return None
-    text = f"it is off by the same vector at every token, as where {size} ranks of tp add a bias"
-    return Kind("a bias of each rank", f"{text} before a sum: it is added after it, once")
+    text = f"it is off by the same vector at every token, as if {size} ranks of tp each add a bias"
+    return Kind("a bias of each rank", f"{text} before a sum: add it once, after the sum")
 
 
 def _rounded(a: Tensor, b: Tensor) -> Kind | None:
@@ -205,7 +205,7 @@ def _order(a: Tensor, b: Tensor) -> Kind | None:
         share = float((a != b).double().mean())
         return Kind(
             "another order of sums",
-            f"as far apart as rounding goes, in {share:.0%} of the elements: the same function, by "
-            "another order of its operations",
+            f"the difference is as small as rounding, in {share:.0%} of the elements: the same "
+            "function, with operations in another order",
         )
     return None

@@ -121,7 +121,7 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
             room = scorer.max_length - new
             if room < 1:
                 raise ValueError(
-                    f"a task asks for {new} new tokens, and the model takes {scorer.max_length} "
+                    f"a task asks for {new} new tokens, but the model takes {scorer.max_length} "
                     "with its prompt (--max-length)"
                 )
             ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]

@@ -74,8 +74,8 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
     try:
         read_sizes(file, json.loads(json.dumps(file.hf_config(config))))
     except ValueError as error:
-        line = f"from_hf_config refuses what hf_config writes: {error}. A size for which the "
-        return [("config", "", f"{line}config.json has no field is refused by {own}.__post_init__")]
+        line = f"from_hf_config refuses what hf_config writes: {error}. {own}.__post_init__ must "
+        return [("config", "", f"{line}refuse a size for which config.json has no field")]
     bases = [config]
     if not config.rope_scaling_factor and _valid(config, "rope_scaling_factor", 4.0):
         bases.append(replace(config, rope_scaling_factor=4.0, rope_original_length=SHORT))
@@ -97,11 +97,11 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
             continue
         if lost and all(lost):
             more = "; the model does not depend on it either: a field that only layers have "
-            more += f"belongs into a subclass of {own}, which layer_config returns"
+            more += f"belongs in a subclass of {own}, which layer_config returns"
             found.append(("config", name, lost[0] + more * unread))
         elif unread:
-            line = f"the model does not depend on {name} of its config: with another value it "
-            line += f"computes the same logits{_replaced(file, name)}"
+            line = f"the model does not depend on {name} of its config: another value gives "
+            line += f"the same logits{_replaced(file, name)}"
             found.append(("config", name, line))
     return found + _keys_of_json(file, config)
 
@@ -208,7 +208,7 @@ def _keys_of_json(file: ModelFile, config: LlamaConfig) -> list[Finding]:
                 (
                     "config",
                     key,
-                    f"from_hf_config reads a config.json with {key} = {values[0]!r} as it reads "
+                    f"from_hf_config reads {key} = {values[0]!r} of config.json in the same way as "
                     f"{value!r}: it must keep the value, or refuse it",
                 )
             )

@@ -191,8 +191,8 @@ class _Theirs:
             line += self.swapped(theirs, ours) or f": {self.first_apart(theirs)}"
             return [("transformers", "", line)], []
         found, count = self.fields(config, want)
-        note = f"its logits are those of transformers' {name} to {error:.1g}, and so are those of "
-        return found, [note + f"{count} fields of its config that change them, or they are refused"]
+        note = f"its logits agree with those of transformers' {name} to {error:.1g}, and with each "
+        return found, [f"{note}of {count} config fields changed (unless the change is refused)"]
 
     def made(self, config: Any) -> Any:
         """Return transformers' model, in fp64 and in training mode, with its noise."""
@@ -219,7 +219,8 @@ class _Theirs:
             return _unfit(unknown, missing) + how * bool(buffers)
         for name, value in self.weights.items():
             if params[name].shape != value.shape:
-                return f"{name} is {list(value.shape)} here and {list(params[name].shape)} there"
+                there = list(params[name].shape)
+                return f"{name} has shape {list(value.shape)}, and {there} in transformers"
         with torch.no_grad():
             for name, value in self.weights.items():
                 params[name].copy_(value)
@@ -233,7 +234,7 @@ class _Theirs:
         saved = importlib.import_module("transformers.core_model_loading")
         kept = saved.revert_weight_conversion(theirs, here).keys()
         wrong, right = sorted(self.weights.keys() - kept), sorted(kept - here.keys())
-        some = f"{wrong[0]} is a name in memory alone, and its checkpoints have " if wrong else ""
+        some = f"{wrong[0]} is only its name in memory, and checkpoints have " if wrong else ""
         return some and some + ", ".join(right[:2])
 
     def read(self, theirs: Any) -> str:
@@ -336,7 +337,7 @@ class _Theirs:
                 own = f"; made in {Path(file).name}, line {', '.join(map(str, sorted(lines)))}"
                 return what + own * bool(lines)
         after = f" after {agree[-1][0]}" if agree else ""
-        return f"the model computes something else{after}"
+        return f"the two models compute different things{after}"
 
     def swapped(self, theirs: Any, ours: Tensor) -> str:
         """Return two names that make the logits agree if they are exchanged, in words, or ""."""
@@ -395,8 +396,8 @@ class _Theirs:
                 continue
             value = fields.get(key, (fields.get("rope_parameters") or {}).get(key.split(".")[-1]))
             if ours == plain:
-                line = f"from_hf_config drops {key}: with {key} = {value!r} transformers computes "
-                found.append(("transformers", key, line + "another model, and Weft the same one"))
+                line = f"from_hf_config drops {key}: with {key} = {value!r} the logits of "
+                found.append(("transformers", key, line + "transformers change, and Weft's do not"))
                 continue
             if odd or key == "tie_word_embeddings":
                 continue

@@ -184,8 +184,8 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
     Pattern(
         "under SP",
         lambda name: "SP" in name,
-        "hidden states are a part of s there, [s/t, b, h]: positions counted from x.shape[0], a "
-        "mean or a norm over s, or a weight that should be in Region.SEQUENCE_PARALLEL",
+        "hidden states have only a part of the sequence there, [s/t, b, h]: positions counted from "
+        "x.shape[0], a mean or a norm over s, or a weight that needs Region.SEQUENCE_PARALLEL",
     ),
     Pattern(
         "under context parallelism",
@@ -197,25 +197,24 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
     Pattern(
         "at tp 4",
         lambda name: "tp 4" in name,
-        "a size that divides by 2 and not by 4, a number of ranks written out, or what is added to "
-        "qkv where two ranks share a head of k and v (mpu.layers.qkv.add_bias)",
+        "a size divisible by 2 but not by 4, a hard-coded number of ranks, or a term added to qkv "
+        "where two ranks share a head of k and v (use mpu.layers.qkv.add_bias)",
     ),
     Pattern(
         "with data-parallel ranks",
         lambda name: "dp " in name,
-        "something in the model depends on the rows of the batch that a rank has",
+        "something in the model depends on which rows of the batch a rank has",
     ),
     Pattern(
-        "where experts are dealt out",
+        "with expert parallelism",
         lambda name: ", ep " in name,
-        "a rank computes something from the experts or from the tokens that it has and that needs "
-        "all of them (a count, a mean over rows), or a weight of an expert has no Placement on ep",
+        "a rank computes from its own experts or tokens something that needs all of them (a count, "
+        "a mean over rows), or a weight of an expert has no Placement on ep",
     ),
     Pattern(
         "at ZeRO 3",
         lambda name: "ZeRO 3" in name,
-        "a weight is used outside of its layer's acquire: take it by mpu.gradients.use(weight, "
-        "ctx.sink)",
+        "a weight is used outside of its layer's acquire: use mpu.gradients.use(weight, ctx.sink)",
     ),
     Pattern(
         "under recomputation",
@@ -232,25 +231,25 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
     Pattern(
         "in tied pipelines",
         lambda name: "pp " in name and "tied" in name,
-        "the two ends hold copies of one weight: mpu.param.tie(weight, ctx.grid.embd), once, where "
-        "a rank has one end, and never where it has both",
+        "embedding and head hold copies of one weight: call mpu.param.tie(weight, ctx.grid.embd) "
+        "once on a rank with one of them, and never on a rank with both",
     ),
     Pattern(
         "where a rank has several stages",
         lambda name: any(s in name for s, chunks in CHUNKS.items() if chunks > 1),
         "chunk_of names the wrong stage of a parameter, a layer does not know its number in the "
-        "whole model, a module keeps something from one stage to the next, or both ends are on one "
-        "rank and are treated as two",
+        "whole model, a module keeps something from one stage to the next, or embedding and head "
+        "are on one rank and are treated as two weights",
     ),
     Pattern(
-        "where weight gradients wait",
+        "where weight gradients are deferred",
         lambda name: any(s in name for s in ("zb-h1", "zb-v", "v-half")),
-        "a layer's own backward reads something that has changed when W runs: keep it in the queue",
+        "a layer's own backward reads something that changes before W runs: keep it in the queue",
     ),
     Pattern(
         "with tied embeddings",
         lambda name: "tied" in name,
-        "embedding and head share a weight there: it is used, added or scaled once too often",
+        "embedding and head share a weight, which is used, added or scaled once too often",
     ),
     Pattern(
         "where a micro-batch is a part of the batch",
@@ -265,18 +264,18 @@ CAUSES = {  # by the kind of the first difference, and whether it is of a gradie
         "mpu.comm.mappings) and by what its Placement says (a Region, reduce_axes, tie)"
     ),
     ("divided", True): (
-        "its gradient is divided by the number of ranks: a mean where the sum is due"
+        "its gradient is divided by the number of ranks: a mean instead of a sum"
     ),
     ("a missing sum", True): (
         "a replicated weight applied to a part of the features or of the tokens, whose gradient is "
         "not summed: its Region says where it is used"
     ),
     ("a sum twice", False): (
-        "a sum over tp that is made already: RowParallelLinear and VocabParallelEmbedding return "
-        "whole hidden states"
+        "a second sum over tp: RowParallelLinear and VocabParallelEmbedding already return whole "
+        "hidden states"
     ),
     ("a missing sum", False): (
-        "a part of hidden states that RowParallelLinear would add over tp, or "
+        "partial hidden states must be summed over tp, by RowParallelLinear or by "
         "reduce_from_tensor_model_parallel_region of mpu.comm.mappings"
     ),
     ("a bias of each rank", False): "RowParallelLinear(..., bias=True) adds it once, after its sum",

@@ -51,11 +51,11 @@ def names_of(config: Config) -> list[tuple[str, str]]:
         counts.update(set(names))  # parts of one tensor share a name
         if len(names) != sections:
             found.append(
-                f"{name} has {sections} section{'s' * (sections > 1)} and hf_names gives it the "
+                f"{name} has {sections} section{'s' * (sections > 1)}, but hf_names gives it the "
                 f"names {list(names)}: each section needs one, or the weight is not saved"
             )
     found += [
-        f"hf_names gives the name {name} to {count} parameters: a checkpoint keeps one of them"
+        f"hf_names gives the name {name} to {count} parameters: a checkpoint keeps only one"
         for name, count in counts.items()
         if count > 1
     ]
@@ -98,7 +98,7 @@ class Casts(DispatchMode):
         """Return a sentence for each line."""
         return [
             f"fp64 becomes {str(kind).removeprefix('torch.')} ({Path(self.file).name}:{line}), so "
-            "no two layouts would agree: take ctx.accumulate, which is fp64 with --fp64 and fp32 "
+            "no two layouts would agree: use ctx.accumulate, which is fp64 with --fp64 and fp32 "
             "in a run in bf16"
             for line, kind in sorted(self.lines.items())
         ]
@@ -110,8 +110,8 @@ class Casts(DispatchMode):
     def warned(self) -> list[str]:
         """Return a warning for each line in which types are mixed."""
         return [
-            f"a tensor of {str(kind).removeprefix('torch.')} meets one of float64 "
-            f"({Path(self.file).name}:{line}): in a run in bf16 the result is not bf16 there: make "
+            f"a {str(kind).removeprefix('torch.')} tensor is combined with a float64 one "
+            f"({Path(self.file).name}:{line}), so in a run in bf16 the result is not bf16: create "
             "it with dtype=ctx.dtype"
             for line, kind in sorted(self.mixed.items())
         ]
@@ -180,8 +180,8 @@ def derivatives(
                 (
                     piece.name,
                     f"the loss changes by {true:.6g} along a random direction of {piece.name}, and "
-                    f"its gradient {how}: what comes after this weight drops or falsifies it (a "
-                    ".detach(), a torch.no_grad, a backward that is wrong)",
+                    f"its gradient {how}: an operation after this weight drops or falsifies it (a "
+                    ".detach(), a torch.no_grad, a wrong backward)",
                 )
             )
         elif not grad.any():
@@ -202,10 +202,10 @@ def loss_of_logits(model: Llama, tokens: Tensor, labels: Tensor) -> tuple[float,
     if error <= SAME:
         return error, ""
     return error, (
-        f"the loss of the first token is {float(got[0, 0]):.6g}, and the cross entropy of its "
-        f"logits, which decode returns, is {float(want[0, 0]):.6g}: what changes the logits "
-        "belongs into Llama.logits, from which both are made; a loss that is added goes to "
-        "ctx.auxiliary_loss; a loss that is meant to be another is checked with --own-loss"
+        f"the loss of the first token is {float(got[0, 0]):.6g}, but the cross entropy of its "
+        f"logits, which decode returns, is {float(want[0, 0]):.6g}: change logits in Llama.logits, "
+        "which both use; add a further loss by ctx.auxiliary_loss; if the loss is meant to differ, "
+        "give --own-loss"
     )
 
 
@@ -237,7 +237,7 @@ def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tup
         stated.setdefault(how, []).append(name)
         if not usual:
             due = (
-                "a vector is mostly 1, and a bias 0 (Llama.initial_vector)"
+                "a vector is usually 1, a bias 0 (Llama.initial_vector)"
                 if vector
                 else f"--init-method-std {std:g} asks for N(0, {std:g}^2), or N(0, "
                 f"{expected['std / sqrt(2 L)']:.3g}^2) where it ends a branch"

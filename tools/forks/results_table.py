@@ -100,7 +100,7 @@ class Row:
         known = [text for kind, _, text in self.findings if kind == "replicas"]
         self.findings = [each for each in self.findings if each[0] != "replicas"]
         if verdict.begins:
-            known = ["what was loaded is not what was saved"]
+            known = ["the loaded checkpoint differs from what was saved"]
         elif not math.isclose(*losses, rel_tol=TOLERANCE["float64"]):
             step = f"the loss of the {STEPS[number]} step"
             known = [f"{step} is {losses[0]:.10g} and not {losses[1]:.10g}"]
@@ -174,14 +174,14 @@ def initial_finding(first: Difference, verdict: Verdict) -> tuple[str, str, str]
     if verdict.kind in ("another shape", "a shard"):
         one, other = (list(x.shape) for x in (first.one, first.other))
         line = (
-            f"{name} has the full shape {other} here and {one} on one rank: a size that is divided "
-            "by tp needs a Placement that says so (mpu/param.py)"
+            f"{name} has the full shape {other} here and {one} on one rank: a dimension that is "
+            "divided by tp needs a Placement (mpu/param.py)"
         )
         return "shape", name, line
     if verdict.kind == "a part that no rank holds" or isinstance(first.one, bool):
         return "shape", name, verdict.sentence
     line = (
-        f"{name}: initialize() gives it other values here than on one rank: draw it by "
+        f"{name}: initialize() gives it other values here than on one rank: draw it with "
         "mpu.param.draw_normal, which cuts the same whole tensor for every layout"
     )
     return "initial", name, line

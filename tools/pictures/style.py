@@ -56,7 +56,7 @@ def check_name(path: Path) -> None:
     existing file is a picture that matplotlib drew.
     """
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"{path}: a picture is a .png or an .svg")
+        raise ValueError(f"{path}: a picture must be a .png or .svg file")
     refuse("", path, _drawn, "a picture that matplotlib drew")
 
 

@@ -104,14 +104,14 @@ def findings(place: Place, rank: int) -> list[str]:
     found = []
     if place.gpu is not None and -1 != place.numa != place.gpu.numa != -1:
         found.append(
-            f"rank {rank} runs on NUMA node {place.numa} and its GPU is at node {place.gpu.numa}: "
-            f"bind it, as by numactl --cpunodebind={place.gpu.numa}"
+            f"rank {rank} runs on NUMA node {place.numa}, but its GPU is on node "
+            f"{place.gpu.numa}: bind the rank with numactl --cpunodebind={place.gpu.numa}"
         )
     if place.gpu is not None and place.cards and not place.near:
         cards = ", ".join(each.name for each in place.cards)
         found.append(
-            f"rank {rank}: the host hides which of {cards} is near "
-            "its GPU, so NCCL guesses: give NCCL_TOPO_FILE the file that the cloud's images have "
-            "for this machine; NCCL_TOPO_DUMP_FILE writes what NCCL sees"
+            f"rank {rank}: the host does not show which of {cards} is near its GPU, so NCCL "
+            "guesses: set NCCL_TOPO_FILE to the topology file of the cloud's image for this "
+            "machine (NCCL_TOPO_DUMP_FILE writes what NCCL sees)"
         )
     return found

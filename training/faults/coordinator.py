@@ -148,7 +148,7 @@ class Coordinator(threading.Thread):
         """Return words on the ranks that rank 0 waits for, or that are not where it is, or ""."""
         members = list(self.members.values())
         if absent := sorted(set(range(self.world)) - {m.rank for m in members}):
-            return f"waiting for {spans(absent)}, to join the failure channel"
+            return f"waiting for {spans(absent)} to join the failure channel"
         return self.detector.elsewhere(_reports(members, time.monotonic()))
 
     def has_others(self) -> bool:
@@ -220,12 +220,12 @@ class Coordinator(threading.Thread):
         """Return why a caller is not a rank of this start, or "" if it is one."""
         rank, secret = hello.get("rank"), str(hello.get("secret")).encode(errors="replace")
         if not hmac.compare_digest(secret, self.secret):
-            return "it has another secret: all ranks of a run need the same WEFT_SECRET"
+            return "the secret is not rank 0's: all ranks of a run need the same WEFT_SECRET"
         if type(rank) is not int or rank not in range(self.world):
-            return f"there is no rank {rank} here: ranks end at {self.world - 1}"
+            return f"rank {rank} is not one of this run's ranks, 0 to {self.world - 1}"
         member = self.members.get(rank)
         if member is not None and member.session != hello.get("session"):
-            return f"another process, at {member.address}, is rank {rank} already"
+            return f"another process, at {member.address}, has already joined as rank {rank}"
         return ""
 
     def _part(self, member: Member) -> None:

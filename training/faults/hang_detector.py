@@ -257,9 +257,9 @@ def where(status: Status, ranks: Sequence[Status] = ()) -> str:
     absent = missing(status, {s.rank: s for s in ranks})
     who = spans(sorted(s.rank for s in absent)) if absent else ""
     why = (
-        f"to which {who} never came"
+        f"which {who} never entered"
         if absent
-        else "which every rank has entered and which does not end"
+        else "which every rank has entered and which does not complete"
     )
     if status.wait.number == 0:
         why = f"which has not come from {who or spans(sorted(status.wait.peers))}"
@@ -286,7 +286,7 @@ def silence(place: dict[str, Any], otherwise: str) -> str:
         why = "its process is stopped (SIGSTOP?)"
     elif state and lines:
         why = (
-            "its process is alive but its Python interpreter is blocked (a library holds its lock)"
+            "its process is alive but its Python interpreter is blocked (a library holds the GIL)"
         )
     elif state:
         why = "its process is alive but sends nothing"

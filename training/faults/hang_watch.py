@@ -205,4 +205,4 @@ def flight_recorder() -> str:
     except (RuntimeError, TypeError) as error:
         return f"NCCL's flight recorder cannot be read: {error}\n"
     text = text.decode() if isinstance(text, bytes) else text
-    return f"NCCL's flight recorder, what is not over: {text}\n"
+    return f"NCCL's flight recorder, unfinished collectives: {text}\n"

@@ -167,10 +167,10 @@ class FailureMonitor:
 
     def _from(self, store: Any, rank: int, key: str) -> str:
         """Return the value that another rank writes to the store for the failure channel."""
-        late = TimeoutError(f"rank {rank} connected and then ended, or does not go on")
+        late = TimeoutError(f"rank {rank} connected, but then ended or hung")
         return await_key(
             store, key, time.monotonic() + JOIN_TIMEOUT, lambda: late, activity=self.activity,
-            wait="monitor", what=f"rank {rank}, to join the failure channel", by=rank,
+            wait="monitor", what=f"rank {rank} to join the failure channel", by=rank,
         )  # fmt: skip
 
     @property

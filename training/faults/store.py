@@ -115,7 +115,7 @@ def await_key(
         f"waiting for rank {by}",
         lambda: f"waiting for {what}",
         limit=deadline - began,
-        over=lambda: f"rank {by} has come",
+        over=lambda: f"rank {by} answered",
         aloud=lambda: not told,
         on_line=lambda: store.set(f"late/{wait}", "") if first else None,
         after=LATER if wait and not first else 1.0,

@@ -147,12 +147,12 @@ def join(
                 raise TimeoutError("no answer")
             messages = connection.read()
         if not messages:
-            raise ConnectionError("it closed the connection: it may be busy")
+            raise ConnectionError("it closed the connection; it may be busy")
         first = messages.pop(0)
         if "refused" in first:
             raise Refused(printable(str(first["refused"]), most=PRINTED))
         if "welcome" not in first:
-            raise ConnectionError("the listener there is not Weft's")
+            raise ConnectionError("the program that listens there is not a rank of Weft")
     except BaseException:
         sock.close()
         raise

@@ -39,7 +39,7 @@ def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
     works = attention_works(config)
     if all(kernel_of(p.attention_backend, card, dtype, size, w) != "flash" for w in works):
         if requested is not None:
-            note(f"{VERSION} {requested} has no effect: attention is not FlashAttention's")
+            note(f"{VERSION} {requested} has no effect: this run's attention is not FlashAttention")
         return
     found = card.major == 9 and not card.deterministic and find_spec(FA3) is not None
     version = requested or (3 if found else 2)
@@ -51,6 +51,7 @@ def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         if requested is not None:
             raise UsageError(
-                f"{VERSION} {requested} cannot be used here ({why}): install its package or take 2"
+                f"{VERSION} {requested} cannot be used ({why}): install the package of "
+                f"FlashAttention {requested}, or give {VERSION} 2"
             ) from None
         note(f"FlashAttention {version} is installed but cannot be used here ({why})")

@@ -57,8 +57,8 @@ class Best:
         others = [name for name, _, e in found if e.comparable != here]
         line = ""
         if others:
-            line = f"--keep-best: {others[0]} was evaluated on other held-out data: the best of "
-            line += "those stays, and losses are not compared with its"
+            line = f"--keep-best: {others[0]} was evaluated on other held-out data, so its loss is "
+            line += "not compared with this run's; the best checkpoint of that data is kept"
         for loss, step, name in same:
             with suppress(CheckpointError, OSError):
                 Checkpoint(root / name).check_sizes()

@@ -25,9 +25,9 @@ from training.settings.config import Config, UsageError
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts
 ONE_QUEUE = (
-    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one queue of the GPU, where a gather that "
-    "waits holds up the kernels behind it, so --overlap-param-gather hides less (Megatron-LM "
-    "refuses 1 for FSDP). Weft needs no such setting, as tp's streams have high priority: unset it"
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one hardware queue of the GPU, where a "
+    "waiting all-gather blocks the kernels behind it, so --overlap-param-gather overlaps less "
+    "(Megatron-LM refuses 1 for FSDP). Unset it: Weft's tp streams have high priority instead"
 )
 
 
@@ -69,9 +69,9 @@ def _check_count(config: Config, launch: Launch) -> None:
     if here > count and not gloo and launched_by() == "torchrun":
         gpus = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
         raise UsageError(
-            f"{here} ranks were started on this node, which has {gpus} (an instance of MIG counts "
-            f"as one, and a process sees one): NCCL needs a GPU for each rank, so start {count} "
-            "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
+            f"{here} ranks were started on this node, which has {gpus} (a MIG instance counts as "
+            "one, and a process sees only one): NCCL needs one GPU per rank, so give torchrun "
+            f"--nproc-per-node {count}, or let ranks share GPUs with --distributed-backend gloo"
         )
 
 
@@ -84,9 +84,9 @@ def _check_launches(config: Config) -> None:
     size = config.parallel.pipeline_model_parallel_size
     if size > 1 and config.parallel.distributed_backend != "gloo" and launches_block():
         raise UsageError(
-            f"CUDA_LAUNCH_BLOCKING is set and --pipeline-model-parallel-size is {size}: a stage "
-            "would wait where it posts a receive, before it sends what its neighbour waits for, so "
-            "no step would end; unset it, or debug with --pipeline-model-parallel-size 1"
+            f"CUDA_LAUNCH_BLOCKING is set and --pipeline-model-parallel-size is {size}: each stage "
+            "would block in a receive before it sends what its neighbour needs, a deadlock; unset "
+            "CUDA_LAUNCH_BLOCKING, or debug with --pipeline-model-parallel-size 1"
         )
 
 
@@ -101,9 +101,9 @@ def _hidden(launch: Launch) -> str:
         return ""
     sees = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
     return (
-        f"this process sees {sees}, for {launch.local_world} ranks on its node: where SLURM hides "
-        "the others (--gpu-bind, --gpus-per-task), NCCL may send through host memory in place of "
-        "NVLink, and --tp-comm-overlap symmetric is ring; srun --gpu-bind=none shows all to all"
+        f"this process sees {sees}, but its node runs {launch.local_world} ranks: if SLURM hides "
+        "the other GPUs (--gpu-bind, --gpus-per-task), NCCL may use host memory instead of NVLink, "
+        "and --tp-comm-overlap symmetric becomes ring; srun --gpu-bind=none shows all GPUs"
     )
 
 
@@ -123,7 +123,7 @@ def fp32_lines(allow_tf32: bool) -> list[str]:
     model's file may have changed.
     """
     if allow_tf32:
-        return ["--allow-tf32: products of fp32 round their operands to TF32 on a GPU that has it"]
+        return ["--allow-tf32: fp32 matmuls round their operands to TF32 on a GPU that supports it"]
     mkldnn: Any = torch.backends.mkldnn
     asked = rounding_variables()
     set_to = {torch.backends.cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision}
@@ -132,8 +132,8 @@ def fp32_lines(allow_tf32: bool) -> list[str]:
     if not asked:
         return []
     return [
-        f"{', '.join(asked)}: set so that products of fp32 are computed in fp32 (--allow-tf32 "
-        "allows TF32)"
+        f"{', '.join(asked)}: overridden, fp32 matmuls are computed in fp32 (--allow-tf32 allows "
+        "TF32)"
     ]
 
 

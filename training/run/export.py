@@ -72,12 +72,12 @@ class HuggingFaceSaves:
         names, known = sorted(filter(STEP.fullmatch, os.listdir(self.root))), self._record.names()
         others = len(set(names) - set(known))
         if others and self.config.save_hf_keep_last_k:
-            self.note(f"--save-hf {self.root}: {others} folder(s) that this run did not write stay")
+            self.note(f"--save-hf {self.root}: {others} folder(s) of other runs are kept")
         for name in names:
             if int(name[5:]) > iteration and not self._record.ours(self.root / name):
                 raise SaveError(
-                    f"{name} there was not written by this run as it is now, and a save of that "
-                    "step would replace it: use another --save-hf, or move it away"
+                    f"{name} was not written by this run, or was changed since, and a save of that "
+                    "step would replace it: use another --save-hf, or move the folder away"
                 )
 
     def has(self, step: str) -> bool:
@@ -115,7 +115,7 @@ class HuggingFaceSaves:
             count = self.config.save_hf_keep_last_k
             _, changed = keep_newest(self.root, count, STEP, self._record, best)
             for name in set(changed) - self._told:
-                self.note(f"{self.root / name} stays: it is not as this run wrote it")
+                self.note(f"{self.root / name} is kept: it was changed after this run wrote it")
             self._told.update(changed)
         except OSError as error:
             self.note(f"no folder of --save-hf was removed: {error.strerror}: {error.filename}")
@@ -129,7 +129,7 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
             with open_plain(root / name, links=True) as file:
                 found[name] = file.read(LARGEST + 1)
             if len(found[name]) > LARGEST:
-                raise ValueError(f"{root / name}: it has more than {LARGEST:,} bytes")
+                raise ValueError(f"{root / name} is larger than {LARGEST:,} bytes")
     return with_class(found, str(root))
 
 
@@ -171,12 +171,12 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
     except for the MLPs of a mixture of experts: transformers renames them while it loads.
     """
     if find_spec("transformers") is None:
-        return "transformers is not installed here, so it is not known whether it loads the folders"
+        return "transformers is not installed, so whether it can load the folders was not checked"
     import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = str(config.get("model_type", ""))
-    own = "they hold the weights under the fork's own names, which tools/checkpoint.py reads"
+    own = "the folders hold the weights under the fork's own names, which tools/checkpoint.py reads"
     if config.get("logits_scaling") and kind != "granite":
         return f"transformers' {kind} does not read muP's multipliers, so its logits would differ"
     if kind not in CONFIG_MAPPING:
@@ -199,5 +199,5 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
         wrong = [n for n in wrong if ".mlp." not in n and ".block_sparse_moe." not in n]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return f"transformers' {kind} has no {wrong[0]} of this shape{more}: {own}"
+        return f"transformers' {kind} has no weight {wrong[0]} of this shape{more}: {own}"
     return ""

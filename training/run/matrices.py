@@ -59,9 +59,9 @@ def check(config: Config, provider: ModelProvider) -> None:
         if rule.split.qkv and fused:
             raise UsageError(
                 f"--optimizer {config.optimizer.optimizer}: {name}, of shape "
-                f"{list(p.place.shape)}, has as many rows as queries, keys and values "
-                "together, and its Placement names no sections: make it by qkv_linear "
-                "(mpu/layers/qkv.py), or give --muon-no-split-qkv"
+                f"{list(p.place.shape)}, looks like a fused QKV weight, but its Placement has no "
+                "sections: create it with qkv_linear (mpu/layers/qkv.py), or give "
+                "--muon-no-split-qkv"
             )
 
 

@@ -48,7 +48,7 @@ def buckets(config: Config, sink: ParamAndGradBuffer, rank: int) -> str:
     count = len(sink.weight_buckets)
     text = f"rank {rank} has its weights in {count} bucket{'s' * (count != 1)}"
     if sink.zero_stage == 3:
-        return f"{text}, one transformer block each, and the parameters outside of blocks"
+        return f"{text}: one per transformer block, and the parameters outside of blocks"
     how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "the default"
     return f"{text} of about {sink.bucket_size:,} elements ({how})"
 

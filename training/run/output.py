@@ -141,7 +141,7 @@ def check_wandb_login(project: str) -> None:
         raise ValueError(f"--wandb-project {project}: {error}") from None
     if not found:
         raise ValueError(
-            f"--wandb-project {project}: W&B has no login here: call `wandb login`, set "
+            f"--wandb-project {project}: no W&B login on this machine: run `wandb login`, set "
             "WANDB_API_KEY, or set WANDB_MODE=offline, which writes the run to files"
         )
 

@@ -64,8 +64,8 @@ def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, 
             of = (f"layer {part - 1}" if 0 < part < last else "an end" for part in some)
             raise ValueError(
                 f"--model-file {config.model.model_file}: {name} is used in {', '.join(of)}, which "
-                "are on several pipeline ranks, and each would train a weight of its own: keep "
-                "them on one (--pipeline-model-parallel-layout), or leave out "
+                "are on different pipeline ranks, and each rank would train its own copy: place "
+                "them on one rank (--pipeline-model-parallel-layout), or omit "
                 "--pipeline-model-parallel-size"
             )
     return found

@@ -137,9 +137,9 @@ def _open(
     who, why = "torchrun's agent" if launch.point.agent else "rank 0", ["no answer"]
     with activity.waiting(
         f"waiting for {who}",
-        lambda: f"waiting for {who}, to connect to {_where(launch)}: {printable(why[0])}",
+        lambda: f"waiting for {who} to connect to {_where(launch)}: {printable(why[0])}",
         limit=timeout.total_seconds(),
-        over=lambda: f"{who} has come to {_where(launch)}",
+        over=lambda: f"{who} connected to {_where(launch)}",
     ):
         store = _connected(launch, deadline, timeout, state, why)
         if store is None:  # raise in the block: its normal end prints success
@@ -159,7 +159,7 @@ def _not_a_store(launch: Launch, timeout: timedelta) -> str:
         socket.create_connection((launch.point.host, launch.point.port), timeout=2.0).close()
     except OSError as error:
         return f"{_absent(launch, timeout)}: {error}"
-    return f"what listens at {_where(launch)} is not rank 0's store"
+    return f"the program at {_where(launch)} is not rank 0's store"
 
 
 def _connected(
@@ -183,7 +183,7 @@ def _connected(
             if time.monotonic() >= deadline:
                 return None
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
-            why[0] = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
+            why[0] = f"the program there is not rank 0's store: {str(error).splitlines()[0]}"
             attempt *= 2  # connect once more even if the time is over: the listener may be gone
         time.sleep(0.1)
 
@@ -207,7 +207,7 @@ def _rank_0(
     def missing() -> str:
         told[:] = told or sorted(absent)
         who = late_ranks(sorted(absent), names, launch)
-        return f"waiting for {who}, to connect to {_where(launch)}" if absent else ""
+        return f"waiting for {who} to connect to {_where(launch)}" if absent else ""
 
     with activity.waiting(
         "waiting for the other ranks",
@@ -281,12 +281,12 @@ def _other_rank(
 
     def gone() -> RendezvousError:
         return RendezvousError(
-            f"rank 0 did not connect to {where}, or ended, before all ranks were there"
+            f"rank 0 did not connect to {where}, or ended, before all ranks were connected"
         )
 
     store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.attempt} {refused}")
     store.add("weft/calls", 1)
-    answers = f"rank 0, to connect to {where}"
+    answers = f"rank 0 to connect to {where}"
     name = await_key(
         store, f"weft/answer/{nonce}", until, gone,
         activity=activity, wait="", what=answers,
@@ -294,14 +294,14 @@ def _other_rank(
     names = dist.PrefixStore(f"weft/{name}", store)
     names.set(f"here/{launch.rank}", place_of(launch, _digest(settings)))
     store.add("weft/calls", 1)
-    calls = f"rank 0, which has connected to {where}, to see all ranks there"
+    calls = f"rank 0, connected to {where}, to report that all ranks are there"
     verdict = await_key(names, "roll", until, gone, activity=activity, wait="roll", what=calls)
     if verdict.startswith(OTHER):
         if verdict == f"{OTHER}{launch.rank}":
             names.set("settings", settings)
         verdict = await_key(
             names, "verdict", time.monotonic() + ASKED + MARGIN, gone,
-            activity=activity, wait="settings", what="rank 0, to compare the ranks' settings",
+            activity=activity, wait="settings", what="rank 0 to compare the ranks' settings",
         )  # fmt: skip
     if not verdict:
         return name

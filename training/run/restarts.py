@@ -80,7 +80,7 @@ def end_again(environ: Mapping[str, str]) -> None:
     before = folder.parent.with_name(f"attempt_{number - 1}")
     if not number or not before.is_dir() or (end := final(before)) is None:
         return
-    says = f"not started again, as the attempt before {reason(end)}"
+    says = f"not restarted, because the previous attempt {reason(end)}"
     if folder.name == "0" and not end.again:
         print(f"{Path(sys.argv[0]).name}: {says}", file=sys.stderr, flush=True)
     write_error_file(says, error_file, end._replace(again=True))
@@ -104,7 +104,7 @@ def reason(end: End) -> str:
         return f"ended with a mistake: {end.why}"
     if end.code > SIGNAL:
         return f"was {end.why}"
-    return f"made no step: {end.why}"
+    return f"completed no step: {end.why}"
 
 
 def final(attempt: Path) -> End | None:

@@ -90,7 +90,7 @@ def each_read(values: Mapping[str, Any], by: str) -> Iterator[tuple[str, Any]]:
             why = str(error).removeprefix(f"{field}: ").removeprefix(f"{field} is not JSON: ")
             raise UsageError(
                 f"{by}: {field} is {short(value)}, which a checkpoint's JSON cannot hold ({why}): "
-                "give finite numbers, strings, lists and dicts of Python's own"
+                "use finite numbers, strings, lists and dicts"
             ) from None
 
 
@@ -114,7 +114,7 @@ def check_names(model: nn.Module, names: Any) -> None:
             raise UsageError(f"{here}: it must be a tuple of {many}")
         if tensor.dtype not in DTYPES:
             raise UsageError(
-                f"{name} is of {tensor.dtype}: a checkpoint holds {', '.join(DTYPES.values())}"
+                f"{name} is {tensor.dtype}: a checkpoint can hold {', '.join(DTYPES.values())}"
             )
         for each in theirs:
             if taken.get(each, name) != name:
@@ -126,8 +126,8 @@ def check_names(model: nn.Module, names: Any) -> None:
     for each in taken:
         if is_state(each, taken):
             raise UsageError(
-                f"hf_names has {each!r} and {each.rpartition('.')[0]!r}: a name that is another "
-                "one's, a dot and a word is that of its optimizer state"
+                f"hf_names has {each!r} and {each.rpartition('.')[0]!r}: the first is the name of "
+                "an optimizer state of the second; choose another name"
             )
 
 
@@ -140,8 +140,8 @@ def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf
     for field, value in hf.items():
         if field not in FREE_FIELDS and again.get(field) != value:
             raise UsageError(
-                f"from_hf_config loses {field}: hf_config writes {short(value)}, and of what "
-                f"from_hf_config makes of that {short(again.get(field))}"
+                f"from_hf_config loses {field}: hf_config writes {short(value)}, and "
+                f"{short(again.get(field))} after from_hf_config has read that"
             )
     own = [f for f in dict(config.extra) if hasattr(sizes, f)]
     flags = ["rope_scaling_factor", "yarn", "tied", "head_size", *SAME, *own]
@@ -199,4 +199,4 @@ def check(
     found.check_model(same_run.expected(config, hf))
     changes = (line for _, line in same_run.changes(found, config, digests))
     for line in (*same_run.of_model(found, config, hf), *changes):
-        raise UsageError(f"a resume of this run would find another one: {line}")
+        raise UsageError(f"a checkpoint of this run could not be resumed: {line}")

@@ -144,7 +144,7 @@ class Resume:
                 self.note(line)
         if no_optim:
             line = same_run.other_frozen(found, saved.frozen)
-            self.note(f"{line or found.directory}: --no-load-optim begins the optimizer anew")
+            self.note(f"{line or found.directory}: --no-load-optim resets the optimizer's state")
         iteration, consumed = saved.go_on(found)
         if flag == "--branch-from":
             saved.branch = same_run.branch(found)
@@ -160,8 +160,8 @@ class Resume:
         With --skip-train no training follows, so any run's checkpoint is accepted."""
         if isinstance(found, HuggingFaceDirectory):
             raise checkpoint.MismatchError(
-                f"{found.directory} is a Hugging Face directory: it has weights, and nothing to "
-                f"resume from; --load {found.directory} or --finetune begins with them at sample 0"
+                f"{found.directory} is a Hugging Face directory, which has weights but no state to "
+                f"resume from: --load {found.directory} or --finetune trains them from sample 0 on"
             )
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
@@ -171,8 +171,8 @@ class Resume:
         line = same_run.other_frozen(found, self.saved.frozen)
         if line and not self.config.checkpoint.no_load_optim:
             raise checkpoint.MismatchError(
-                f"{line}: freeze the same parameters, or give --no-load-optim, which begins the "
-                "optimizer anew, or --finetune, which also begins at sample 0"
+                f"{line}: freeze the same parameters, or give --no-load-optim, which resets the "
+                "optimizer's state, or --finetune, which also begins at sample 0"
             )
         for what, line in same_run.changes(found, self.config, self.saved.digests):
             if what not in self.config.checkpoint.allow_change:
@@ -182,7 +182,7 @@ class Resume:
                 )
         if stage := waits_for(self.config, found.state["consumed_samples"]):
             raise checkpoint.MismatchError(
-                f"{found.directory} continues with stage {stage.name}, and this process began with "
-                "the settings of another, where a newer checkpoint is: remove that, or see why it "
-                "cannot be loaded"
+                f"{found.directory} continues with stage {stage.name}, but this process started "
+                "with the settings of the stage of a newer checkpoint, which cannot be loaded: "
+                "remove that checkpoint or repair it"
             )

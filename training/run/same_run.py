@@ -79,10 +79,11 @@ def other_frozen(found: Checkpoint, frozen: Sequence[str]) -> str:
     if there == here:
         return ""
     own, theirs = sorted(here - there), sorted(there - here)
-    name, where = (own[0], "here and trained there") if own else (theirs[0], "there and not here")
+    name = [*own, *theirs][0]
+    where = "this run, not in the checkpoint" if own else "the checkpoint, not in this run"
     more = len(own) + len(theirs) - 1
     others = f" ({more} more differ)" if more else ""
-    return f"{found.directory}: {name} is frozen {where}{others}"
+    return f"{found.directory}: {name} is frozen in {where}{others}"
 
 
 def _requested(config: Config) -> str:
@@ -152,7 +153,7 @@ def _past(found: Checkpoint, config: Config, here: Mapping[str, Any]) -> Iterato
                     yield what, f"has {key} {was[key]!r} in stage {was['name']}, not {stage[key]!r}"
     if len(old) != len(new):
         names = [", ".join(stage["name"] for stage in stages) for stages in (old, new)]
-        yield "data", f"has read stages {names[0]} where this run has {names[1]}"
+        yield "data", f"has begun stages {names[0]}, and this run would have begun {names[1]}"
     yield from _sizes(saved, config, consumed)
 
 
@@ -161,7 +162,7 @@ def _sizes(saved: Mapping[str, Any], config: Config, consumed: int) -> Iterator[
     was = saved.get(SCHEDULE) or [[0, saved.get("batch.global_batch_size")]]
     old, new = (steps_of(sizes, consumed) for sizes in (was, schedule(config)))
     if old != new:
-        yield "batch", f"was made with the batch sizes {old} by sample and this run has {new}"
+        yield "batch", f"was made with batch sizes [first sample, size] {old}; this run has {new}"
 
 
 def _stages(config: Config, digests: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -184,8 +185,8 @@ def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Ite
     if was and old != new:
         names = (", ".join(s["name"] for s in stages) or "none" for stages in (old, new))
         yield (
-            "--data-stages {}: the stages to come were {} and are now {}, or have other data or "
-            "numbers"
+            "--data-stages {}: the stages still to come have changed (names, data or numbers): "
+            "the checkpoint has {}, this run {}"
         ).format(config.data.data_stages, *names)
 
 
@@ -215,7 +216,7 @@ def losses(found: Checkpoint, config: Config) -> Iterator[str]:
     }
     if named := " and ".join(flag for flag, limits_them in limits.items() if limits_them):
         changed.append(
-            f"balance losses count the best scores of each token, which {named} limited before"
+            f"balance losses count each token's best scores, no longer limited by {named}"
         )
     router = options.balance or options.z_coefficient
     fork = not config.model.model_file.startswith("model/")  # it may have auxiliary losses
@@ -223,7 +224,7 @@ def losses(found: Checkpoint, config: Config) -> Iterator[str]:
         which = "the router's losses" if router else "auxiliary losses, if the model has any"
         changed.append(f"--eod-mask-loss no longer multiplies {which}")
     if changed:
-        yield f"{found.directory} is of an older version: from here on {', and '.join(changed)}"
+        yield f"{found.directory} was saved by an older version: now {', and '.join(changed)}"
 
 
 def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
@@ -238,14 +239,14 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
     file, key = config.model.model_file, "model_digest"
     known = {found.state.get(key), digests.get(key), None}
     if len(known) > 2 and not file.startswith("model/"):  # Weft's own files change by version
-        yield f"{found.directory}: --model-file {file} has changed since it was saved"
+        yield f"{found.directory}: --model-file {file} has changed since this checkpoint was saved"
     yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
         yield f"{line}; continuing, as --allow-change allows"
     if _sketched(found.state) and digests.get("corpus_digest", "").startswith(FULL_DIGEST):
         yield (
-            f"{found.directory} is of an older version, which identified its corpus by 64 blocks "
-            "of each file; these match, and the next save identifies it by all tokens"
+            f"{found.directory} was saved by an older version, which identified the corpus by 64 "
+            "blocks of each file: they match, and the next save identifies it by all tokens"
         )
 
 
@@ -260,7 +261,7 @@ def _difference(key: str, there: Any, here: Any) -> str:
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
     if key == "corpus_digest":
         flags = "--data-path, --split, --data-order"
-        return f"was made with other data or another blend of them ({flags})"
+        return f"was made with other data or another blend of it ({flags})"
     return settings_changed.difference(key, there, here)
 
 

@@ -152,13 +152,13 @@ class Saver:
             return
         if foreign := checkpoint.not_saved(root, iteration):
             raise checkpoint.SaveError(
-                f"it has {', '.join(foreign)}, which no save wrote as it is now, and a save of "
+                f"it has {', '.join(foreign)}, which is not a checkpoint of Weft, and a save of "
                 "that step would replace it: use another --save, or move it away"
             )
         if later := checkpoint.later_steps(root, iteration, self.resume.later):
             raise checkpoint.SaveError(
-                f"it has checkpoints of steps after {iteration}, where this run begins "
-                f"({', '.join(later)}), and a resume would take the newest: use another --save, "
+                f"this run begins at step {iteration}, but it has checkpoints of later steps "
+                f"({', '.join(later)}), and a resume would load the newest: use another --save, "
                 "move them away, or resume from them with --load"
             )
 
@@ -178,8 +178,8 @@ class Saver:
         found = [name for step, _, name in step_directories(root) if step or not begun]
         if found and self.resume.folder != root.resolve() and not self.ctx.grid.rank:
             raise checkpoint.SaveError(
-                f"it has checkpoints ({', '.join(found[:3])}) of another run than the one that is "
-                f"continued, and {flag} would remove them: use another --save, or move them away"
+                f"it has checkpoints of another run ({', '.join(found[:3])}), which {flag} would "
+                "remove: use another --save, or move them away"
             )
 
     def _together(self, work: Callable[[], Any], flag: str = "") -> list[Any]:
@@ -243,7 +243,7 @@ class Saver:
                 self.best.settle()
             self._prune()
             if self._hf is not None and written and hurry:
-                self.note(f"--save-hf: the next start writes the folder of {written[0].name}")
+                self.note(f"--save-hf: {written[0].name} will be written by the next start")
             elif self._hf is not None and written:
                 self._background.start(lambda: self._export(written[0]))
 

@@ -48,8 +48,8 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
     saved, here = found.state.get("config", {}), config.flat()
     if not saved:
         yield (
-            f"{found.directory} does not record the flags of its run: whether the learning rate, "
-            "the optimizer, the batch or the losses are computed in another way is not known"
+            f"{found.directory} does not record the flags of its run: the learning rate, the "
+            "optimizer, the batch and the losses may have been computed in another way"
         )
         return
     unknown = []
@@ -68,9 +68,9 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
         section, _, name = key.partition(".")
         if key not in SETTINGS and section in SECTIONS[:-1] and then and name.isidentifier():
             was = f"{flag_of(key)} {repr(then)[:99]}"
-            yield f"{found.directory} was made with {was}, a flag that was removed since"
+            yield f"{found.directory} was made with {was}, a flag that has since been removed"
     if unknown:
-        yield f"{found.directory} does not record {', '.join(unknown)}: it may have been another"
+        yield f"{found.directory} does not record {', '.join(unknown)}: the value may have changed"
     yield from rates(found, config)
 
 
@@ -84,7 +84,7 @@ def rates(found: Checkpoint, config: Config) -> Iterator[str]:
     done = _Progress(state["iteration"], state["consumed_samples"])
     curves: dict[str, Callable[[Config], Any]] = {
         "the learning rate": curve_of,
-        "that of --decoupled-lr": decoupled_curve_of,
+        "the learning rate of --decoupled-lr": decoupled_curve_of,
     }
     for name, curve in curves.items():
         if name != "the learning rate" and not any(c.optimizer.decoupled_lr for c in (was, config)):
@@ -98,8 +98,8 @@ def rates(found: Checkpoint, config: Config) -> Iterator[str]:
                 continue  # no step is left
             last = f"was {at(old, done.before(was)):.6g} at iteration {done.iteration}, the last "
             last += f"of {found.directory}, and "
-            then = f"there it was to be {at(old, done.consumed):.6g}, and {at(old, old_end):.6g} "
-            then += f"at iteration {old_total}"
+            then = f"that run would have had {at(old, done.consumed):.6g}, and "
+            then += f"{at(old, old_end):.6g} at iteration {old_total}"
             if old_total <= done.iteration:
                 then = f"that run ended at iteration {old_total}"
             yield (

@@ -87,7 +87,8 @@ def prepare(
     """
     if Path(mpu.__path__[0]).resolve().parent != ROOT:
         raise UsageError(
-            f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
+            f"`import mpu` found {mpu.__path__[0]}, not {ROOT / 'mpu'}: remove the other mpu from "
+            "PYTHONPATH"
         )
     if line := needs.untested(torch.__version__):
         note(line)
@@ -262,11 +263,11 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
             note(line)
     for name in run.sink.frozen.overruled:
         note(
-            f"{name} is tied to an embedding of which --model-file says something else: the "
-            "embedding counts; say whether it trains at both ends"
+            f"--model-file freezes only one of {name} and the embedding that it is tied to: the "
+            "embedding's setting is used; give both the same"
         )
     if reason := fused_gpu.without(run.device):
-        note(f"fused operations are not available, so this is slower: {reason}")
+        note(f"fused operations are not available, so the run is slower: {reason}")
 
 
 def measure_and_warm_up(
@@ -279,7 +280,7 @@ def measure_and_warm_up(
     """
     config, ctx = run.config, run.model.ctx
     run.sink.check = GradientCheck(run.grid, note)
-    run.monitor.action = "measuring what is fastest"
+    run.monitor.action = "choosing the overlap of each matmul"
     found = overlap.choose_methods(run.module, ctx, config, note, saver.saved.overlap_choices)
     saver.saved.overlap_choices = found.chosen.choices
     warm_up(run, provider, run_schedule, found.chosen, note)

@@ -51,12 +51,12 @@ from training.settings.layer_options import context_of, main_grads_dtype
 from training.settings.update_rules import optimizer_groups
 
 TOKENS = 256  # of a call: more than a block of any kernel, and a multiple of float8's
-WITHOUT = "without Triton, torch's slower operations are used: pip uninstall triton"
+WITHOUT = "pip uninstall triton makes the run use torch's slower operations"
 
 
 def agreed(device: torch.device) -> dict[str, str]:
     """Return {name in messages: value} that all ranks must share: why Triton cannot run, if so."""
-    return {"what keeps Triton from running": available.why_not()} if device.type == "cuda" else {}
+    return {"Triton's error": available.why_not()} if device.type == "cuda" else {}
 
 
 class Trial(NamedTuple):
@@ -293,10 +293,10 @@ def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
     avoid = "use another --moe-token-dispatcher-type" if several else "no flag avoids it"
     what = f"the dispatch and combine ({kind.__name__}) of --moe-router-topk {k}"
     yield Trial(what, avoid, dispatch)
-    what = f"the grouped products of experts, [n, {h}] x [{h}, {f}] in {narrow}"
+    what = f"the grouped matmul of experts, [n, {h}] x [{h}, {f}] in {narrow}"
     avoid = "no flag avoids it"
     if ctx.dtype == torch.bfloat16:
-        avoid = "without --bf16 each expert is multiplied by itself"
+        avoid = "without --bf16 each expert has its own matmul"
         if h % 8 or f % 8:
             avoid += "; --hidden-size and --moe-ffn-hidden-size in multiples of 8 may avoid it"
     yield Trial(what, avoid, multiply)

@@ -159,7 +159,7 @@ def test_two_jobs_keep_their_results_in_one_file(tmp_path: Path) -> None:
     [
         (["--measure", "0"], "--measure: 0 must be a whole number from 1 to"),
         (["--measure", "2", "--launch", "no-such-program x"], "--launch 'no-such-program x': "),
-        (["--measure", "2", "--why", "--zero-stage 1"], "goes with no other layout"),
+        (["--measure", "2", "--why", "--zero-stage 1"], "cannot be combined with --why"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -67,7 +67,7 @@ def _module(name: str, step: int, how: str, says: str = "", **more: Any) -> Plan
 
 def _order(name: str, step: int, **more: Any) -> Planted:
     plant = {"what": "order", "name": name, "step": step}
-    says = re.escape(name) + " .*another order of its operations"
+    says = re.escape(name) + " .*operations in another order"
     return Planted("order of operations", step, says, plant=plant, **more)
 
 
@@ -238,7 +238,7 @@ HELD_OUT: dict[str, Planted] = {
         "rounding", 3, r"the output of layers\.2\.mlp\.down ", "--zero-stage 3", 2,
         what="gathered weight", name="layers.2.mlp.down.weight", step=3),
     "ZeRO 1, a stale weight": _held(
-        "loaded tensor", 2, r"comes after it changes a tensor.*layers\.1\.mlp\.down",
+        "loaded tensor", 2, r"a tensor changes between it and the next step.*layers\.1\.mlp\.down",
         "--zero-stage 1", 2, what="stale weight",
         name="layers.1.mlp.down.weight", factor=1.01, step=2, rank=1),
     "pipeline v, a message back": _held(

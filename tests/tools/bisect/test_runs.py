@@ -96,7 +96,7 @@ def test_rounding_that_hides_what_follows_is_said():
         side.head["config"] = {"run.dtype": "bfloat16"}
     notes = []
     assert first_step(one, other, Allowed(False), notes) is None
-    assert notes and "from step 2 on rounding has grown so far" in notes[0]
+    assert notes and "from step 2 on rounding has grown so much" in notes[0]
 
 
 def test_what_cannot_be_told_is_said(tmp_path):
@@ -111,7 +111,7 @@ def test_what_cannot_be_told_is_said(tmp_path):
     a, b = (named(n.upper(), str(tmp_path / n), ROOT, None, tmp_path) for n in "ab")
     found = bisect_runs.bisect(a, b, tmp_path, None, None, 10.0)
     assert "another torch: 1.a and 1.b: equal bits are not expected" in found.notes[0]
-    assert "A was made with torch 1.a and this is" in found.notes[1] and not found.same
+    assert "A was made with torch 1.a, but its steps" in found.notes[1] and not found.same
     assert "step 2 is the first that differs, in its loss; flags that differ: data_digest" in (
         found.sentence)  # fmt: skip
     assert "A cannot be run again: its command line is not recorded there" in found.sentence
@@ -202,7 +202,7 @@ def test_what_names_a_side(tmp_path):
     assert side.program.world == 4 and side.program.argv == ("--seed", "1")
     other = named("B", "", tmp_path, None, tmp_path, like=side)
     assert other.program.tree == tmp_path and other.program.argv == ("--seed", "1")
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match="is neither a folder nor a command line"):
         named("A", "runs/none", ROOT, None, tmp_path)
     side = named("A", str(tmp_path), ROOT, None, tmp_path)
     assert side.program is None and "command line" in side.why_not

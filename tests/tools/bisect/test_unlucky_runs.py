@@ -80,7 +80,7 @@ def a_model_file(rng: random.Random, folder: Path) -> Case:
     more = spelt(rng, "--model-file", file)
     flags = rng.choice([[*FLAGS, *more], [*more, *FLAGS]])
     argv = pair(folder, flags, world=1)
-    says = r"step 2 .*--model-file \S+evil.py is code.* name it by --model-file-a"
+    says = r"step 2 .*--model-file \S+evil.py .* is code.* give --model-file-a"
     return Case(argv, codes=(1,), says=says, kept=[folder / "a"], absent=[mark])
 
 
@@ -134,7 +134,7 @@ def another_program(rng: random.Random, folder: Path) -> Case:
 def many_processes(rng: random.Random, folder: Path) -> Case:
     world = rng.choice([100_000, 10**15, 17, -1, True, "4", [2], 1.5, {}])
     argv = pair(folder, FLAGS, world=world)
-    says = "its number of processes, .* is none from 1 to 16: give --ranks-a"
+    says = "its number of processes, .* must be from 1 to 16: give --ranks-a"
     return Case(argv, codes=(1,), says=says, kept=[folder / "a"])
 
 
@@ -151,7 +151,7 @@ def values_of_no_flag(rng: random.Random, folder: Path) -> Case:
 def no_flags_at_all(rng: random.Random, folder: Path) -> Case:
     flags: Any = rng.choice(["--seed 1", {"a": 1}, [1, 2], [["--seed"]], 7, [None]])
     argv = pair(folder, flags)
-    return Case(argv, says="command_line is not what a run writes there", kept=[folder / "a"])
+    return Case(argv, says="command_line is not what a run writes", kept=[folder / "a"])
 
 
 def a_wrong_value(rng: random.Random, folder: Path) -> Case:
@@ -168,7 +168,7 @@ def a_wrong_value(rng: random.Random, folder: Path) -> Case:
     else:
         row[key] = wrong
     written(folder / "a", first, [step(1), row])
-    says = r"digests.jsonl, line \d+: .*(is not what a run writes there|has not a digest of each)"
+    says = r"digests.jsonl, line \d+: .*(is not what a run writes|lacks a digest of one of)"
     return Case(argv, says=says, kept=[folder / "a"])
 
 
@@ -186,7 +186,7 @@ def other_tensors(rng: random.Random, folder: Path) -> Case:
     argv = pair(folder, FLAGS)
     rows = [step(1), head(FLAGS, names=NAMES[: rng.randrange(2)], iteration=3)]
     written(folder / "a", head(FLAGS), [step(1), step(2), *rows[rng.randrange(2) :]])
-    return Case(argv, says="steps of models with other tensors", kept=[folder / "a"])
+    return Case(argv, says="steps of models with different tensors", kept=[folder / "a"])
 
 
 def no_plain_file(rng: random.Random, folder: Path) -> Case:

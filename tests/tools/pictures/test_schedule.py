@@ -132,7 +132,7 @@ def test_one_of_a_thing_is_not_many():
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
     schedule = build("1f1b", 2, 2)
-    with pytest.raises(ValueError, match=r"a\.gif: a picture is a \.png or an \.svg"):
+    with pytest.raises(ValueError, match=r"a\.gif: a picture must be a \.png or \.svg file"):
         draw(simulated(schedule), schedule, tmp_path / "a.gif")
     assert not list(tmp_path.iterdir())
 

@@ -105,7 +105,7 @@ def test_a_run_reads_it_and_a_resume_refuses_the_other_order(tmp_path, capsys):
     """.split()
     assert pretrain_llama.main([*words, "--data-order", "megatron", "--exit-interval", "2"]) == 0
     assert pretrain_llama.main([*words, "--data-order", "weft"]) == 2
-    assert "another blend of them (--data-path, --split, --data-order)" in capsys.readouterr().err
+    assert "another blend of it (--data-path, --split, --data-order)" in capsys.readouterr().err
     assert pretrain_llama.main([*words, "--data-order", "megatron"]) == 0
     order = np.load(next(iter(Path(tmp_path / "cache").glob("*.npy"))), mmap_mode="r")
     assert order.dtype == np.int32

@@ -131,21 +131,21 @@ def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rank", [0, 1, 2, 99_999_999])
 def test_a_fake_rank_with_another_secret_is_sent_away(two: Two, rank: int) -> None:
     address = ("127.0.0.1", two.port)
-    with pytest.raises(wire.Refused, match="it has another secret"):
+    with pytest.raises(wire.Refused, match="the secret is not rank 0's"):
         wire.join(address, "guessed", rank, "a session", PATIENCE)
     two.check()
 
 
 def test_a_second_process_of_a_rank_is_refused(two: Two) -> None:
     with pytest.raises(
-        CommunicationError, match="another process, at 127.0.0.1, is rank 1 already"
+        CommunicationError, match="another process, at 127.0.0.1, has already joined as rank 1"
     ):
         Staying(1, 2, two.store, "127.0.0.1", SECRET)
     two.check()
 
 
 def test_a_rank_beyond_the_world_is_refused(two: Two) -> None:
-    with pytest.raises(CommunicationError, match="there is no rank 2 here: ranks end at 1"):
+    with pytest.raises(CommunicationError, match="rank 2 is not one of this run's ranks, 0 to 1"):
         Staying(2, 3, two.store, "127.0.0.1", SECRET)
     two.check()
 
@@ -154,7 +154,7 @@ def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(coordinator, "JOIN", 0.5)
     store = dist.HashStore()
     first = Staying(0, 2, store, "127.0.0.1", SECRET, beat=0.05, unwind=0.1)
-    with pytest.raises(CommunicationError, match="it has another secret: all ranks of a run need"):
+    with pytest.raises(CommunicationError, match="all ranks of a run need the same WEFT_SECRET"):
         Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
     wait_until(lambda: first.first is not None)
     assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why

@@ -289,8 +289,8 @@ def test_a_process_whose_python_stands_still_is_read_and_ended(tmp_path: Path) -
         address = json.loads(child.stdout.readline())
         line = f"at {tmp_path}/holder.py:8 (hold)"
         soon(
-            "its process is alive but its Python interpreter is blocked (a library holds its "
-            f"lock) {line}"
+            "its process is alive but its Python interpreter is blocked (a library holds the "
+            f"GIL) {line}"
         )
         os.kill(child.pid, signal.SIGSTOP)
         soon(f"its process is stopped (SIGSTOP?) {line}")

@@ -79,7 +79,7 @@ def test_a_package_that_cannot_be_used_is_said_where_nobody_asked_and_refused_wh
         "FlashAttention 3 is installed but cannot be used here (RuntimeError: no FA3)"
     )
     assert "FlashAttention 2 (" in notes[1] and not done
-    words = r"--flash-attention-version 4 cannot be used here \(RuntimeError: no FA4\)"
+    words = r"--flash-attention-version 4 cannot be used \(RuntimeError: no FA4\)"
     with pytest.raises(UsageError, match=words):
         started(monkeypatch, f"{DOCS} --flash-attention-version 4")
 

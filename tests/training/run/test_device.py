@@ -64,12 +64,12 @@ def test_fp32_is_fp32_unless_a_flag_says_otherwise(settings, monkeypatch, way, t
         assert torch.get_float32_matmul_precision() == "highest"  # raises where names disagree
         assert not b.cuda.matmul.allow_tf32 and not b.cudnn.allow_tf32
         assert {part.fp32_precision for part in parts} <= {"ieee", "none"}
-        line = "torch's fp32_precision: set so that products of fp32 are computed in fp32"
+        line = "torch's fp32_precision: overridden, fp32 matmuls are computed in fp32"
         assert [each.startswith(line) for each in said] == [True] * told
         config = parse(f"{FLAGS} --device cpu --allow-tf32".split(), 1)
         choose_device(config, Launch(), False, said.append)
         assert b.cuda.matmul.allow_tf32 and b.cuda.matmul.fp32_precision == "tf32"
-        assert b.cudnn.allow_tf32 and said[-1].startswith("--allow-tf32: products of fp32 round")
+        assert b.cudnn.allow_tf32 and said[-1].startswith("--allow-tf32: fp32 matmuls round")
     finally:
         set_arithmetic(deterministic=False)
         b.cudnn.allow_tf32 = True  # torch's default
@@ -109,7 +109,7 @@ def test_a_run_sets_them_before_it_asks_for_a_device(settings, monkeypatch, mode
     assert device == torch.device("cuda", 1)
     assert asked and set(asked) == {(bool(mode), bool(mode))}
     first, hidden, line = said
-    assert hidden.startswith("this process sees 2 CUDA devices, for 4 ranks on its node: ")
+    assert hidden.startswith("this process sees 2 CUDA devices, but its node runs 4 ranks: ")
     assert first.startswith("device: cuda:1, NVIDIA H100, compute capability 9.0; ")
     assert line.startswith("environment of CUDA: CUDA_MODULE_LOADING=EAGER")
 

@@ -45,7 +45,7 @@ def reported(comm, case: dict) -> tuple[list[str], dict[str, int]]:
         (dict(zero=0), "has its weights in 13 buckets of about 500 elements (--ddp-", 0),
         (dict(zero=1, bucket=None), "its weights in 1 bucket of about 2,097,152", 0),
         (dict(zero=2, bucket=3000), "buckets of about 3,000 elements", 1),
-        (dict(zero=3, gather=True), "its weights in 5 buckets, one transformer block", 2),
+        (dict(zero=3, gather=True), "its weights in 5 buckets: one per transformer block", 2),
     ],
     ids=["level 0", "level 1, automatic", "level 2", "level 3"],
 )

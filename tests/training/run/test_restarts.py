@@ -70,7 +70,7 @@ def run(folder: Path, attempt: int, rank: int) -> subprocess.CompletedProcess[st
 
 def test_a_useless_attempt_says_its_sentence_once_and_hands_the_code_on(tmp_path: Path) -> None:
     write_error_file("--lr is bad", error_file(tmp_path, 0, 0), End(2, "--lr is bad"))
-    says = "not started again, as the attempt before ended with a mistake: --lr is bad"
+    says = "not restarted, because the previous attempt ended with a mistake: --lr is bad"
     for attempt in (1, 2):
         ends = [run(tmp_path, attempt, rank) for rank in (0, 1)]
         assert [(end.returncode, end.stdout) for end in ends] == [(2, ""), (2, "")]

@@ -55,6 +55,6 @@ def test_an_older_checkpoint_resumes_by_what_it_knows(run, monkeypatch):
     assert code == 2 and "was made with other data" in said
     write(1, 2)
     code, said = run()
-    assert code == 0 and "identified its corpus by 64 blocks of each file" in said
+    assert code == 0 and "identified the corpus by 64 blocks of each file" in said
     code, said = run()
     assert code == 0 and "64 blocks" not in said  # the save in between knows every token

@@ -106,7 +106,7 @@ def test_another_corpus_or_blend_is_refused(tmp_path: Path, capsys: Any) -> None
     go(f"{load} {data} 0.5 {a} 0.5 {b}")
     for other in (f"0.4 {a} 0.6 {b}", f"0.5 {b} 0.5 {a}", f"{a}"):
         output = go(f"{load} {data} {other}", 2)
-        assert "other data or another blend of them (--data-path, --split, --data-order)" in output
+        assert "other data or another blend of it (--data-path, --split, --data-order)" in output
         assert "--allow-change data" in output
     os.rename(a + ".bin", tmp_path / "c.bin")  # the same data elsewhere is the same data
     os.rename(a + ".idx", tmp_path / "c.idx")
@@ -144,14 +144,14 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     """A resume would take the other run's newest step for this run's."""
     assert run(begun, "--train-iters 5 --save {tmp}/saved", code=2) == []
     errors = capsys.readouterr().err
-    assert "steps after 0" in errors and "step_00000003" in errors
+    assert "this run begins at step 0" in errors and "step_00000003" in errors
     assert "resume from them with --load" in errors
     run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved --save-interval 1")
     assert steps(begun) == [3, 4, 5]
     assert (
         run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved --ckpt-step 4", 2) == []
     )
-    assert "steps after 4" in capsys.readouterr().err
+    assert "this run begins at step 4" in capsys.readouterr().err
     # one that is damaged is no later step: the run comes there again
     (shard,) = (begun / "saved" / "step_00000005").glob("*.safetensors")
     data = bytearray(shard.read_bytes())
@@ -298,7 +298,7 @@ def test_a_folder_of_exports_is_not_a_run_to_resume(tmp_path: Path, capsys: Any,
     flags = f"--train-iters 3 --eval-iters 1 --eval-interval 2 {more} --load".split()
     assert pretrain_llama.main([*SIZES, *FLAGS, *flags, str(folder)]) == 2
     said = capsys.readouterr()
-    assert f"--load: {export} is a Hugging Face directory: it has weights, and" in said.err
+    assert f"--load: {export} is a Hugging Face directory, which has weights but" in said.err
     assert "move them away" not in said.out + said.err
     for other in ([str(export)], [str(folder), "--finetune"]):  # what the message says
         assert pretrain_llama.main([*SIZES, *FLAGS, *flags, *other]) == 0

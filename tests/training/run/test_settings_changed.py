@@ -61,15 +61,15 @@ def test_a_resume_tells_flags_and_the_learning_rate(tmp_path, capsys):
     (rates,) = (line for line in lines if line.startswith("the learning rate"))
     assert rates == (
         f"the learning rate was {before[3]:.6g} at iteration 3, the last of {saved}, and is "
-        f"{after[4]:.6g} at iteration 4; it ends at {after[8]:.6g} at iteration 8 (there it was to "
-        f"be {whole[4]:.6g}, and {whole[6]:.6g} at iteration 6)"
+        f"{after[4]:.6g} at iteration 4; it ends at {after[8]:.6g} at iteration 8 (that run "
+        f"would have had {whole[4]:.6g}, and {whole[6]:.6g} at iteration 6)"
     )
 
     run(tmp_path, f"{load} --save {tmp_path}/c --train-iters 4")
     run(tmp_path, f"--load {tmp_path}/c --train-iters 9")
     assert "at iteration 9 (that run ended at iteration 4)" in capsys.readouterr().out
     run(tmp_path, f"{load} --no-load-optim")
-    assert f"{saved}: --no-load-optim begins the optimizer anew" in capsys.readouterr().out
+    assert f"{saved}: --no-load-optim resets the optimizer's state" in capsys.readouterr().out
     # the schedule of the checkpoint, whatever the flags say
     run(tmp_path, f"{load} --use-checkpoint-opt-param-scheduler", other)
     said = capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_a_flag_that_was_removed_is_told_where_it_changed_the_numbers():
     state = {"config": saved, "numerics": same_run.NUMERICS}
     lines = same_run.lines(SimpleNamespace(directory="run/3", state=state), here, {})
     said = [line for line in lines if "removed" in line]
-    assert said == ["run/3 was made with --muon-use-syrk True, a flag that was removed since"]
+    assert said == ["run/3 was made with --muon-use-syrk True, a flag that has since been removed"]
 
 
 def test_the_micro_batch_is_told_where_a_loss_depends_on_it():
@@ -167,7 +167,7 @@ def test_what_a_checkpoint_does_not_record_is_said_once():
     assert "run/3 does not record the flags of its run" in line and "learning rate" in line
     flat = {k: v for k, v in read().flat().items() if not k.startswith("optimizer.adam")}
     (line,) = told(read(), read("--adam-beta2 0.95"), config=flat)
-    assert line == "run/3 does not record --adam-beta2: it may have been another"
+    assert line == "run/3 does not record --adam-beta2: the value may have changed"
     assert not told(read(), read(), config=flat)
     flat = {k: v for k, v in read().flat().items() if not k.startswith(("fault.", "float8."))}
     assert not told(read(), read(), config=flat)

@@ -75,8 +75,8 @@ def raising(sentence):
           "try --attention-backend unfused")),
         (trial, "swiglu", "", ("SwiGLU",)),
         (experts, "grouped_product", f"--bf16 {MOE}",
-         ("the grouped products of experts, [n, 256] x [256, 176] in bfloat16",
-          "without --bf16 each expert is multiplied by itself")),
+         ("the grouped matmul of experts, [n, 256] x [256, 176] in bfloat16",
+          "without --bf16 each expert has its own matmul")),
         (torch, "sort", f"--bf16 {MOE}", ("the router of --moe-router-score-function softmax",)),
         (max_logits, "_products", "--bf16 --log-max-attention-logit",
          ("the largest attention logit of --log-max-attention-logit, heads of 64 in bfloat16",
@@ -137,6 +137,6 @@ def test_ranks_that_differ_in_triton_are_named(monkeypatch):
     monkeypatch.setattr(available, "why_not", lambda: "Triton cannot launch a kernel (no gcc)")
     said = same_settings.difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
     assert said == (
-        "what keeps Triton from running is '' on rank 0 and 'Triton cannot launch a kernel (no "
+        "Triton's error is '' on rank 0 and 'Triton cannot launch a kernel (no "
         "gcc)' on rank 9: all ranks need the same value"
     )

@@ -41,7 +41,7 @@ def find_first(
     try:
         running_node()
     except TorchLacks as error:
-        return [f"which module it is in is not known: {error}"]
+        return [f"the module at fault is unknown: {error}"]
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size
     watch = _Watch(run, batches, dataset)
     with watch:  # the gradients are summed in it
@@ -53,11 +53,11 @@ def find_first(
     found = sorted((*at, rank, text) for rank, own in enumerate(every) for at, text in own)
     if not found:
         return [
-            "run again, all values were finite, so its samples are not the cause: a transient "
-            "fault, or one outside of forward and backward"
+            "in a rerun all values were finite, so its samples are not the cause: the fault was "
+            "transient, or outside of forward and backward"
         ]
     *_, rank, text = found[0]
-    return [f"run again, the first value that is not finite is in {text}, on rank {rank}"]
+    return [f"in a rerun the first non-finite value is in {text}, on rank {rank}"]
 
 
 class _Watch(Recorder):

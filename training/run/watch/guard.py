@@ -111,8 +111,8 @@ class Guard:
             raise FloatingPointError(what)
         if how == "skip" and self._skipped >= SKIPS:
             raise FloatingPointError(
-                f"{what}; it is the {SKIPS}th in a row, so a weight or the program is at fault and "
-                "not the data; earlier checkpoints are untouched"
+                f"{what}; it is the {SKIPS}th in a row, so the cause is a weight or the program, "
+                "not the data; earlier checkpoints are unaffected"
             )
         if how != "rewind":
             self.log.note(what)

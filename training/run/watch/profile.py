@@ -155,8 +155,9 @@ class Profile:
         if not self._reported:
             self._reported, last = True, min(self._steps, self._end) - 1
             self._note_line(
-                f"profile: steps {self._first} to {last} of this start, in {self._folder} (torch's "
-                f"traces of rank {self._ranks}: `tensorboard --logdir`, or ui.perfetto.dev)"
+                f"profile of steps {self._first} to {last} of this start: {self._folder} (open "
+                f"torch's traces of rank {self._ranks} with `tensorboard --logdir` or "
+                "ui.perfetto.dev)"
             )
 
     def _drain(self) -> None:

@@ -53,7 +53,7 @@ class Replicas:
         what = f"replicas differ at iteration {run.iteration}: {described(found)}"
         stop = run.config.fault.on_replica_mismatch == "stop"
         if not (self.exact and run.config.checkpoint.save):
-            why = "there is no --save" if self.exact else "without --deterministic-mode bits vary"
+            why = "there is no --save" if self.exact else "without --deterministic-mode bits differ"
             why = f"{what}; the steps since the checkpoint were not replayed ({why})"
             if stop:
                 raise FloatingPointError(why)
@@ -62,12 +62,10 @@ class Replicas:
         again, sides = self._replay(what, found)
         if again:
             raise FloatingPointError(
-                f"{what}; after a replay from the checkpoint {described(again)}: a persistent "
-                "fault, "
-                "remove that machine"
+                f"{what}; after a replay from the checkpoint {described(again)}: the fault is "
+                "persistent, so remove that machine"
             )
-        what += f"; after a replay from the checkpoint they agree{sides}: a transient "
-        what += "fault"
+        what += f"; after a replay from the checkpoint they agree{sides}: the fault was transient"
         if stop:
             raise FloatingPointError(what)
         self.log.note(f"{what}; continuing from there")

@@ -71,8 +71,8 @@ class Rewind:
         self._went_back[run.iteration] += 1
         if self._went_back[run.iteration] > REWINDS:
             raise FloatingPointError(
-                f"{why}; going back to iteration {run.iteration} did not help {REWINDS} times: the "
+                f"{why}; going back to iteration {run.iteration} {REWINDS} times did not help: the "
                 "cause is not in the skipped samples; start from an earlier checkpoint "
-                "(--ckpt-step), or look at the learning rate, the data and the machine"
+                "(--ckpt-step), or check the learning rate, the data and the machine"
             )
         self.log.note(f"{why}; going back from iteration {before} to {run.iteration}")

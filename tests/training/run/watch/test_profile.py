@@ -112,8 +112,8 @@ def test_a_profile_lies_under_the_run_and_a_line_says_where(tmp_path, monkeypatc
                 profile.step()
     assert list((tmp_path / where).glob("rank1.*.json"))
     (line,) = said  # rank 0's, for all
-    assert line.startswith(f"profile: steps 1 to 2 of this start, in {where} (torch's ")
-    assert "of rank 1: " in line
+    assert line.startswith(f"profile of steps 1 to 2 of this start: {where} (open torch's ")
+    assert "of rank 1 with" in line
 
 
 def test_a_profile_that_the_run_never_reached_is_not_claimed(tmp_path, monkeypatch):
