@@ -266,7 +266,7 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
     mine.write_text("<svg>drawn by somebody</svg>")
     for path, more, said in (
         (mine, "", f"--memory-picture {mine}: it exists and is not a picture that matplotlib drew"),
-        (tmp_path / "a.pdf", "", "a.pdf: a picture is a .png or an .svg"),
+        (tmp_path / "a.pdf", "", "a.pdf: a picture must be a .png or .svg file"),
     ):
         assert draw(path, f"--global-batch-size 8 {more}") == 2
         error = capsys.readouterr().err

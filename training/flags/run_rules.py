@@ -94,7 +94,7 @@ def check_run(config: Config) -> None:
             )
     picture = config.run.memory_picture
     if picture is not None and not picture.endswith((".svg", ".png")):
-        raise UsageError(f"--memory-picture {picture}: a picture is a .png or an .svg")
+        raise UsageError(f"--memory-picture {picture}: a picture must be a .png or .svg file")
     here = config.parallel.device is None and not config.run.dry_run  # a dry run is for any machine
     if (every := log.log_layer_rms_interval) and every % log.log_interval:
         raise UsageError(
