@@ -31,10 +31,10 @@ from benchmarks.plan_fit import (  # noqa: E402
     step_seconds,
 )
 from benchmarks.planning import odds, other_runs  # noqa: E402
+from benchmarks.planning.foreign_runs import stacked  # noqa: E402
 from benchmarks.planning.predict import KINDS, Predictions, predict  # noqa: E402
 from benchmarks.planning.published import Row  # noqa: E402
 from forecast.device_file import read_device  # noqa: E402
-from forecast.planner.runs import stacked  # noqa: E402
 
 Array = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]

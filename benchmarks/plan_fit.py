@@ -26,11 +26,11 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planning import odds, other_runs  # noqa: E402
+from benchmarks.planning.foreign_runs import ForeignRuns, stacked, times  # noqa: E402
 from benchmarks.planning.frameworks import FOLDER, MEMORY, TIME, defaults  # noqa: E402
 from benchmarks.planning.predict import TERMS, memory, terms  # noqa: E402
 from benchmarks.planning.published import Row, read_table  # noqa: E402
-from forecast.planner.runs import Runs, stacked  # noqa: E402
-from forecast.planner.step_time import times  # noqa: E402
+from forecast.planner.runs import Runs  # noqa: E402
 
 Values = dict[str, float]
 CAP = 0.5  # largest error that counts for a run, as there are failures among the runs
@@ -69,8 +69,13 @@ KEYS = {  # the constants that the runs of a framework determine
 }  # fmt: skip
 
 
-def fit_time(start: Values, runs: Runs, measured: npt.NDArray[np.float64], keys: Sequence[str],
-             weights: npt.NDArray[np.float64] | None = None) -> Values:  # fmt: skip
+def fit_time(
+    start: Values,
+    runs: ForeignRuns,
+    measured: npt.NDArray[np.float64],
+    keys: Sequence[str],
+    weights: npt.NDArray[np.float64] | None = None,
+) -> Values:
     """Return the constants with which predicted steps are closest to measured seconds."""
     weight = np.ones(len(measured)) if weights is None else weights
 
@@ -179,7 +184,9 @@ def logistic(
     return dict(zip(names, map(float, weights), strict=True))
 
 
-def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def stalled_runs(
+    c: Values, runs: ForeignRuns, measured: npt.NDArray[np.float64]
+) -> npt.NDArray[np.bool_]:
     """Return whether each run stalls: whether it is slower than predicted by enough.
 
     Enough is more than 0.4 of a predicted stall and 0.3 of the predicted step.

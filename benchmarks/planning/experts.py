@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planning.foreign_runs import even_cut, stacked, times
 from benchmarks.planning.frameworks import profile
 from forecast.planner.model import MIXTURES
 from forecast.planner.pipeline import SCHEDULES
-from forecast.planner.runs import Runs, even_cut, stacked
-from forecast.planner.step_time import times
 
 NODE, NETWORK = 8, 50e9
 PROFILE = "nemo_h100"
@@ -82,7 +81,7 @@ def told(rows: list[Published], constants: dict[str, float]) -> list[float]:
     """Return the predicted model TFLOP/s per GPU of rows; rows with forced balance have no skew."""
     found = []
     for row in rows:
-        runs: Runs = stacked([record_of(row)])
+        runs = stacked([record_of(row)])
         c = constants if row.real else constants | {"expert_skew": 1.0}
         seconds = times(c, runs).step
         found.append(float((runs.tokens * runs.flops / seconds / runs.gpus)[0] / 1e12))

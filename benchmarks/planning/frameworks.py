@@ -6,11 +6,13 @@ source), and a file of benchmarks/planning/fitted with the numbers that benchmar
 fitted on published runs. Weft's own constants are in forecast/planner/constants.py.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from forecast.planner.constants import FIXED, device_constants, own
+from forecast.device_file import PROTOCOLS
+from forecast.planner.constants import WEFT, device_constants, own
 from forecast.rehearsal.roofline import ATTENTION_RAMP
 from training.files.untrusted import read_json
 
@@ -114,6 +116,18 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         logit_bytes=34, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         act_hidden=8, act_ffn=2.3, act_scores=3, logit_memory=12,
     ),
+}  # fmt: skip
+FIXED = {  # of all of them
+    **{name: WEFT[name] for name in ("cp_hidden", "sum_least", "expert_skew", "dispatch")},
+    "attention_ramp": 0.0, "attention_backward": 1.0, "fsdp": 0.0, "host_head": 1e-3,
+    "host_ring": 0.0, "split_backward": 0.0, "dispatch_forward": 12.0, "dispatch_backward": 14.0,
+    "expert_host": 0.0, "expert_loop": 0.0, "expert_wgrad": 0.0, "zero1_all_reduce": 0.0,
+    # update_unsharded: bytes that passes of the update move per parameter without sharding, such
+    # as the clip's
+    "update_unsharded": 0.0, "float8_bytes": 4.0,
+    # only Simple rings: the fitted constants include the gain of NCCL's other protocols
+    **{f"{kind}_base.{name}": math.inf for kind in ("ring", "tree") for name in PROTOCOLS},
+    "ring_base.Simple": 0.0,
 }  # fmt: skip
 MEMORY = {
     "weight_bytes": 6.0, "state_bytes": 12.0, "act_hidden": 11.0, "act_ffn": 3.0, "act_scores": 0.0,

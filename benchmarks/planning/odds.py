@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planning.foreign_runs import ForeignRuns, stacked
 from benchmarks.planning.published import Row
-from forecast.planner.runs import Array, Runs, stacked
+from forecast.planner.runs import Array, Runs
 from training.files.untrusted import read_json
 
 PROFILE = "nanotron_h100"
@@ -114,7 +115,7 @@ def stall_seconds(r: Runs) -> Array:
     return np.maximum(np.maximum(pipeline, tensor), SUM * (r.dp > 1))
 
 
-def crash_odds(c: Constants, r: Runs, gib: Array, limit: Array) -> Array:
+def crash_odds(c: Constants, r: ForeignRuns, gib: Array, limit: Array) -> Array:
     """Return the probability that each run crashes. gib: of the fullest rank; limit: of a GPU."""
     over = c["crash_memory"] * (np.log(gib / limit) - c["crash_middle"])
     memory = 1 / (1 + np.exp(-np.clip(over, -60, 60)))

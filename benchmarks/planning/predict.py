@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planning.foreign_runs import stacked, times
 from benchmarks.planning.frameworks import profile
 from benchmarks.planning.published import GIB, Row, Table
 from forecast.planner.pipeline import SCHEDULES
-from forecast.planner.runs import Array, Runs, stacked
-from forecast.planner.step_time import times
+from forecast.planner.runs import Array, Runs
 from training.data.files import write_text
 from training.files.untrusted import open_plain
 

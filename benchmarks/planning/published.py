@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planning.foreign_runs import even_cut
 from forecast.device_file import read_device
 from forecast.planner.pipeline import SCHEDULES as ORDER
-from forecast.planner.runs import even_cut
 from mpu.layers.float8.cuda import lacks
 from training.files.untrusted import read_plain
 

@@ -12,52 +12,39 @@ from forecast.rehearsal.links import links_of
 from forecast.rehearsal.roofline import ATTENTION_RAMP, MEASURED, attention_share
 
 LINKS = ("link", "network")  # the levels of a device file
-FIXED = {  # see docs/rehearsal.md for the passes' sources
-    # attention_ramp: tokens of keys at which attention reaches half of its share.
-    # attention_backward: backward's rate divided by forward's. every_way: 1 if a collective takes
-    # the fastest of NCCL's protocols and algorithms, 0 if it takes a Simple ring
-    "attention_ramp": 0.0, "attention_backward": 1.0,
-    "every_way": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
-    "host_ring": 0.0,
-    # split_backward: additional exposed transfers of activations in backward if B and W are
-    # separate
-    "split_backward": 0.0,
-    # zero1_all_reduce: 1 if ZeRO 1 sums gradients by an all-reduce. update_unsharded: bytes that
-    # passes of the update move per parameter without sharding, such as the clip's
-    # float8_bytes: bytes that a cast to float8 moves per element: it is read in bf16, and written
-    # in rows and in columns of codes
-    # Constants of experts, fitted by benchmarks/planning/experts.py:
-    # expert_skew: rows of the fullest rank of ep divided by the mean. dispatch: seconds of ep's
-    # transfers divided by those by the links' rates. dispatch_forward, dispatch_backward: bytes
-    # moved by passes per element of a row that is sent to an expert. expert_host: seconds of a
-    # launch. expert_loop: 1 if each expert's weight gradient is a launch of its own. expert_wgrad:
-    # 1 if one of B's all-to-alls overlaps the weight gradient of the experts' first matmul
-    "expert_skew": 1.05, "dispatch": 1.45, "dispatch_forward": 12.0, "dispatch_backward": 14.0,
-    "expert_host": 0.0, "expert_loop": 0.0, "expert_wgrad": 0.0,
-    "zero1_all_reduce": 0.0, "update_unsharded": 0.0, "float8_bytes": 4.0,
-}  # fmt: skip
 WEFT: dict[str, float] = dict(
     # Bytes moved by passes over memory. Per token, in bf16: hidden_bytes in units of h (norms,
     # residuals), inner_bytes of h / tp, ffn_bytes of f / tp; scores_bytes per score of unfused
     # attention; logit_bytes per logit; backward_bytes: backward's as a multiple of forward's. Per
     # parameter: accumulate_bytes for a micro-batch's gradient, update_bytes, and the sent
     # gradient_bytes and parameter_bytes.
+    # float8_bytes: per element of a cast to float8, which is read in bf16, for a scale too, and
+    # written in rows and in columns of codes. split_backward: additional exposed transfers of
+    # activations in backward if B and W are separate. fsdp: 1 if each micro-batch of ZeRO 3 sums a
+    # layer's gradients. zero1_all_reduce: 1 if ZeRO 1 sums gradients by an all-reduce.
+    # dispatch_forward, dispatch_backward: bytes moved by passes per element of a row that is sent
+    # to an expert. expert_loop: 1 if each expert's weight gradient is a launch of its own.
+    # expert_wgrad: 1 if one of B's all-to-alls overlaps the weight gradient of the experts' first
+    # matmul
     # Values for this repository's fused kernels (docs/kernels.md: 3.43 GB between a layer's matmuls
     # for 8,192 tokens of 8B). Rates of kernels, links and host are the device file's: see `own`
         hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=6, accumulate_bytes=0, update_bytes=42, gradient_bytes=4, parameter_bytes=2,
         sum_hidden=0.8, sum_hidden_0=0.8, sum_calls=0.1, message_exposed=0.3, jitter=0.005,
-        gather_exposed=0.3, sharp=8.0, float8_bytes=6,  # one more read, for a scale
-        network_decay=0.0, every_way=1.0,
+        gather_exposed=0.3, sharp=8.0, float8_bytes=6,
+        network_decay=0.0, fsdp=0, zero1_all_reduce=0,
         split_backward=3.0,  # B hides none of its 4 transfers, and W gathers 4 operands
         # counted in a rehearsal: 38 and 78 bytes at ep 4, 30 and 71 at ep 1
         dispatch_forward=38, dispatch_backward=78, expert_loop=1, expert_wgrad=1,
+    # expert_skew: rows of the fullest rank of ep divided by the mean. dispatch: seconds of ep's
+    # transfers divided by those by the links' rates; both fitted by benchmarks/planning/experts.py
+        expert_skew=1.05, dispatch=1.45,
     # Assumed. tp_backward: exposed transfers of activations in backward, of 6; host_recompute:
     # share by which recomputation increases the host's time; sum_calls_0: collectives per layer
     # that sum gradients without ZeRO; fsdp_hidden: share of a layer's time that hides its ZeRO 3
     # transfers; fsdp_least: share of those that is always exposed
     tp_backward=5.0, host_recompute=0.3, sum_calls_0=0.1, fsdp_hidden=0.8, fsdp_least=0.1,
-    host_beside=1e-7, host_crossing=1e-7,
+    cp_hidden=0.5, sum_least=0.1,
 )  # fmt: skip
 HOST_SHARE = 0.73  # share of PCIe's rate that copies reach: 46.8 of 64 GB/s on nodes of 8 H100
 HOST_COSTS = ("launch", "function", "triton", "triton_argument", "transfer", "message")
@@ -69,7 +56,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "host_layer": LAYER, "host_layer_tp": {**LAYER, "transfer": 10}, "host_stage": {},
     "host_ring": {"launch": 14, "message": 10},
     "host_head": {"launch": 27, "function": 8, "triton": 5, "triton_argument": 52},
-    "host_step": {"launch": 67}, "host_socket": {},
+    "host_step": {"launch": 67},
 }  # fmt: skip
 TIMED = 14  # launches of a layer that are matmuls or attention, whose seconds include the start
 
@@ -84,7 +71,6 @@ def device_constants(name: str) -> dict[str, float]:
         "host_bandwidth": device["host_bandwidth"] * HOST_SHARE,
     }
     for key, level in zip(LINKS, device.levels, strict=True):
-        found[f"{key}_step"] = level.step_seconds[-1]
         for place, protocol in enumerate(PROTOCOLS):
             found[f"{key}.ring.{protocol}"] = level.step_seconds[place]
             found[f"{key}.tree.{protocol}"] = level.tree_seconds[place]
@@ -92,9 +78,13 @@ def device_constants(name: str) -> dict[str, float]:
 
 
 def own(name: str) -> dict[str, float]:
-    """Return the constants of this repository on a device, with its host's launch costs."""
+    """Return the constants of this repository on a device, with its host's launch costs.
+
+    attention_ramp: tokens of keys at which attention reaches half of its share. attention_backward:
+    backward's rate divided by forward's. expert_host: seconds of a launch.
+    """
     device = read_device(name)
-    found = {**FIXED, **WEFT, **device_constants(name)}
+    found = {**WEFT, **device_constants(name)}
     kernel = "cudnn" if device.major >= 9 else "flash"
     found["attention_ramp"] = ATTENTION_RAMP[kernel]
     forward, backward = (attention_share(device, kernel, way) for way in (False, True))

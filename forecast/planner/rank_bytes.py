@@ -27,7 +27,7 @@ from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.stage_layout import Stage
 from mpu.zero.bucket_layout import BLOCK, LARGEST, SMALLEST, automatic_size
-from training.run.model_profile import ParameterProfile, rank_parameters
+from training.run.model_profile import rank_parameters
 from training.run.pipeline_stages import rank_stages
 from training.settings.config import Config
 from training.settings.update_rules import needs_full_matrices, optimizer_groups
@@ -105,14 +105,6 @@ def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
     of_layer, embedding, head, experts = (float(part[0]) for part in parts)
     a, b, c, d = (float(part[1]) for part in parts)
     return Sizes(of_layer, embedding, head, waits, experts, (a, b, c, d))
-
-
-def layer_parameters(
-    flags: tuple[str, ...], tp: int, ep: int = 0
-) -> tuple[Config, dict[str, ParameterProfile]]:
-    """Return the config of the pipeline with few layers, and one layer's parameters by name."""
-    config = unit_config(flags, tp, "", ep)
-    return config, rank_parameters(config, PROVIDER, (LAYER,), 0)
 
 
 class Bytes(NamedTuple):

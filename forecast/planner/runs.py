@@ -4,9 +4,8 @@
 With arrays, tens of thousands of layouts are timed in a second.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,6 @@ class Runs:
     sequence: Array
     gated: Array  # 1: the MLP has a gate
     tied: Array  # 1: embedding and output layer are one matrix
-    causal: Array  # 1: attention skips masked blocks
     tp: Array
     cp: Array
     dp: Array
@@ -45,7 +43,6 @@ class Runs:
     node: Array  # GPUs of a node
     network: Array  # bytes/s of a GPU's share of the node's network cards, one direction
     head: Array  # the stage with the output layer
-    idle: Array  # 1: a pipeline rank has no work
     core_again: Array  # 1: core attention is recomputed
     comm: Array  # how keys and values are exchanged, an index into COMMS
     overlap: Array  # 1: tp's transfers overlap with matmuls, in a ring
@@ -63,8 +60,8 @@ class Runs:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Runs":
-        return Runs(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+    def __getitem__(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Self:
+        return type(self)(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
     @property
     def gpus(self) -> Array:
@@ -73,11 +70,6 @@ class Runs:
     @property
     def nodes(self) -> Array:
         return np.ceil(self.gpus / self.node)
-
-    @property
-    def tokens(self) -> Array:
-        """Return the number of tokens of a step."""
-        return self.dp * self.micro_batch * self.micro_batches * self.sequence
 
     @property
     def head_size(self) -> Array:
@@ -104,23 +96,6 @@ class Runs:
         """Return the number of ranks of a stage that hold the same experts."""
         return self.tp * self.cp * self.dp / self.ep
 
-    @property
-    def weights(self) -> Array:
-        """Return the parameters in all matrices, including the embedding and the output layer."""
-        each = self.layer_weights + self.experts * self.expert_weights
-        return self.layers * each + (2 - self.tied) * self.vocab * self.hidden
-
-    @property
-    def flops(self) -> Array:
-        """Return the model's FLOPs per token: 6 per weight in matmuls, plus attention's.
-
-        Only the top-k experts of a token count.
-        """
-        score = np.where(self.causal > 0, 6.0, 12.0)
-        active = self.layer_weights + self.topk * self.expert_weights
-        matmuls = 6 * (self.layers * active + self.vocab * self.hidden)
-        return matmuls + score * self.layers * self.sequence * self.queries
-
     def by_rank(self, values: Array) -> Array:
         """Return [runs, ranks] from [runs, stages]: sums over each pipeline rank's own stages."""
         width = int(self.pp.max())
@@ -139,24 +114,3 @@ class Runs:
 
 COMMS = ("p2p", "all_gather", "a2a")
 DISPATCHERS = ("auto", "allgather", "alltoall")
-PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
-         "experts": 0, "topk": 0, "expert_ffn": 0, "ep": 1,
-         "dispatcher": 0, "paired": 0, "channels": 0}  # the defaults  # fmt: skip
-
-
-def even_cut(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage; the first ones have one more if they do not divide."""
-    return [layers // stages + (n < layers % stages) for n in range(stages)]
-
-
-def stacked(records: Sequence[dict[str, Any]]) -> Runs:
-    """Return the Runs of records: dicts with Runs' fields, or PLAIN's defaults; cut is a list."""
-    longest = max(len(record["cut"]) for record in records)
-    cut = np.zeros((len(records), longest))
-    for row, record in zip(cut, records, strict=True):
-        row[: len(record["cut"])] = record["cut"]
-    names = [field.name for field in fields(Runs) if field.name != "cut"]
-    values = {
-        name: np.array([r.get(name, PLAIN.get(name)) for r in records], float) for name in names
-    }
-    return Runs(**values, cut=cut)

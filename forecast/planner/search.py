@@ -163,7 +163,7 @@ def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
         "layers": m.num_layers, "hidden": m.hidden_size, "heads": heads,
         "kv_heads": m.num_query_groups or heads, "ffn": _ffn(model), "vocab": m.vocab_size,
         "sequence": m.seq_length, "gated": 1, "tied": not m.untie_embeddings_and_output_weights,
-        "causal": 1, "node": cluster.node, "network": cluster.network, "idle": 0,
+        "node": cluster.node, "network": cluster.network,
         **dict.fromkeys(("experts", "topk", "expert_ffn"), 0), **model.own(),
     }  # fmt: skip
     columns: dict[str, list[float]] = {

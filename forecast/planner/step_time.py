@@ -17,12 +17,11 @@ from forecast.planner.pipeline import SCHEDULES, SPLIT_SCHEDULES, bubble
 from forecast.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from forecast.rehearsal import links as cost
 from forecast.rehearsal import roofline
-from forecast.rehearsal.links import Links, Way, strided, ways_of
+from forecast.rehearsal.links import Links, strided, ways_of
 from forecast.rehearsal.roofline import memory_seconds
 from mpu.zero.bucket_layout import LARGEST, SMALLEST
 
 Constants = Mapping[str, float]
-SOCKET = 4  # GPUs of one socket
 HOST_MEMORY = 40e9  # bytes per second for each GPU: a guess, 12 channels of DDR5 for four GPUs
 RING_SLOWS = 0.1  # share of an overlapped transfer's time by which matmuls take longer
 EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # per layer with experts; in addition for each of top-k
@@ -57,20 +56,13 @@ def passes(c: Constants, bytes_: Array) -> Array:
 
 
 def links(c: Constants, r: Runs) -> Links:
-    """Return the links in a node and between nodes.
-
-    Without c["every_way"] there are only Simple rings, as for fitted constants, which include the
-    gain of NCCL's other protocols.
-    """
-    ways = [Way(False, 1.0, 0.0, [c[f"{level}_step"] for level in LINKS])]
-    if c["every_way"]:
-        rings, trees = ([[c[f"{level}.{kind}.{protocol}"] for protocol in PROTOCOLS]
-                         for level in LINKS] for kind in ("ring", "tree"))  # fmt: skip
-        ways = ways_of(c, rings, trees)
+    """Return the links in a node and between nodes."""
+    rings, trees = ([[c[f"{level}.{kind}.{protocol}"] for protocol in PROTOCOLS]
+                     for level in LINKS] for kind in ("ring", "tree"))  # fmt: skip
     return Links(
         rates=[np.full(len(r), c["link"] * c["link_share"]), r.network * c["network_share"]],
         start=c["collective_start"],
-        ways=ways,
+        ways=ways_of(c, rings, trees),
         message=[c["message_start"]] * 2,
         decay=c["network_decay"],
     )
@@ -179,7 +171,7 @@ def layer(c: Constants, r: Runs) -> Layer:
         + matmul(c, r, t, h, up / tp) + matmul(c, r, up / tp, h, t)
         + matmul(c, r, t, f / tp, h) + matmul(c, r, h, f / tp, t)
     )  # fmt: skip
-    score = 4 * t * r.sequence * q / tp * np.where(r.causal > 0, 0.5, 1.0)
+    score = 2 * t * r.sequence * q / tp  # masked blocks are skipped
     ring = (r.cp > 1) & (r.comm == COMMS.index("p2p"))  # one kernel per pair of blocks
     length = np.where(ring, r.sequence / (2 * r.cp), r.sequence)
     rate = c["peak.bfloat16"] * c["attention"] * length / (length + c["attention_ramp"])
@@ -278,7 +270,7 @@ def head(c: Constants, r: Runs) -> Array:
     """Return the seconds of F and B of the output layer and the loss."""
     t = r.micro_batch * r.sequence / r.cp
     own = r.vocab / r.tp
-    plain = Runs(**{**r.__dict__, "float8": np.zeros_like(r.float8)})
+    plain = replace(r, float8=np.zeros_like(r.float8))
     products = (
         matmul(c, plain, t, own, r.hidden) + matmul(c, plain, t, r.hidden, own)
         + matmul(c, plain, own, r.hidden, t)
@@ -302,10 +294,6 @@ def host_layer(c: Constants, r: Runs) -> Array:
     """Return the host's seconds for F and B of a layer, with latencies of its collectives."""
     seconds = np.where(r.tp > 1, c["host_layer_tp"], c["host_layer"])
     seconds = seconds + np.where(r.overlap > 0, (r.tp - 1) * c["host_ring"], 0.0)
-    seconds = seconds + np.where(r.tp > SOCKET, c["host_socket"], 0.0)
-    shares_host = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
-    each = c["host_beside"] + c["host_crossing"] * (r.tp > r.node)
-    seconds = seconds + np.where(shares_host, r.tp * each, 0.0)
     more = c["expert_host"] * (EXPERT_LAUNCHES + PAIR_LAUNCHES * r.topk + 2 * r.experts / r.ep)
     seconds = seconds + np.where(r.experts > 0, more, 0.0)
     return seconds * (1 + c["host_recompute"] * r.recompute)
@@ -359,10 +347,9 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     sums = np.where((r.zero > 0) & (c["zero1_all_reduce"] == 0), scatter, reduced) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
-    by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() counts these gathers, and FSDP's sums
+    by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() counts these gathers
     shown = np.where((r.zero > 0) & ~by_layer, gather * c["gather_exposed"], 0.0)
-    total = np.where(by_layer & (c["fsdp"] > 0), 0.0, exposed) + shown
-    return np.where(size > 1, total, 0.0) + ties(c, r)
+    return np.where(size > 1, exposed + shown, 0.0) + ties(c, r)
 
 
 def ties(c: Constants, r: Runs) -> Array:
@@ -374,8 +361,8 @@ def ties(c: Constants, r: Runs) -> Array:
 
 def update(c: Constants, r: Runs) -> Array:
     shard = np.where(r.zero > 0, r.dp * r.cp, 1)
-    each = c["update_bytes"] / shard + c["update_unsharded"]
-    of_expert = c["update_bytes"] / np.where(r.zero > 0, r.edp, 1) + c["update_unsharded"]
+    each = c["update_bytes"] / shard
+    of_expert = c["update_bytes"] / np.where(r.zero > 0, r.edp, 1)
     return passes(c, each * rank_weights(r) + of_expert * rank_experts(r)) + c["host_step"]
 
 

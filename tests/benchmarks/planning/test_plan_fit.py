@@ -11,11 +11,10 @@ from benchmarks import plan_odds, plan_predict
 from benchmarks.plan_accuracy import auc, spearman
 from benchmarks.plan_fit import fit_memory, fit_stalls, fit_time
 from benchmarks.planning import odds
+from benchmarks.planning.foreign_runs import stacked, times
 from benchmarks.planning.frameworks import profile
 from benchmarks.planning.predict import memory
 from benchmarks.planning.published import read_table
-from forecast.planner.runs import stacked
-from forecast.planner.step_time import times
 
 PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
 

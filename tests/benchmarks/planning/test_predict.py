@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from benchmarks import plan_predict
+from benchmarks.planning.foreign_runs import constants_of, even_cut, stacked
 from benchmarks.planning.frameworks import ProfileError, profile, read_fitted
 from benchmarks.planning.other_runs import BLIND, NOT_SEEN, SOURCES
 from benchmarks.planning.predict import COLUMNS, predict
 from benchmarks.planning.published import RowError, playbook_cut, read_table
 from forecast.device_file import read_device
-from forecast.planner.runs import even_cut, stacked
 from forecast.planner.step_time import collective, matmul
 from forecast.rehearsal.links import collective_seconds
 from forecast.rehearsal.roofline import matmul_seconds
@@ -68,7 +68,7 @@ def test_rows_keep_their_columns_and_gain_five(tmp_path: Path) -> None:
 def test_a_ring_has_a_step_for_each_rank_of_its_group() -> None:
     """256 ranks, 8 or 1 of each of 32 nodes: the same network cards, other numbers of steps."""
     runs = stacked([read_table(BLIND[0]).rows[0].record] * 2)
-    c = profile("nemo_h100")
+    c = constants_of(profile("nemo_h100"), runs)
     size, inner = np.array([256.0, 32.0]), np.array([1.0, 8.0])
     one = collective(c, runs, "all_gather", np.full(2, 1e-9), size, inner) - c["collective_start"]
     assert one == pytest.approx(np.array([255, 31]) * c["network_step"])
