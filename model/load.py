@@ -300,7 +300,7 @@ def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
             load_model_file(fork).from_hf_config(hf)
         except Exception:
             raise error from None
-        raise ValueError(f"{error}: give --model-file {fork}, which supports it") from None
+        raise ValueError(f"{error}; --model-file {fork} supports it") from None
     except Exception as error:
         raise ValueError(f"config.json: missing or bad field: {error}") from None
 

@@ -133,6 +133,7 @@ class Clock:
         self.waits_for: dict[int, str] = defaultdict(str)  # the axis that moved `free` last, or ""
         self.host_waits_for = ""
         self.ready: dict[int, float] = {}  # `free` of a stream before its pending waits
+        self.waits: list[tuple[float, str]] = []  # of the computing stream since its last kernel
         self.host_ready = 0.0
         self.marks: dict[int, tuple[float, str]] = {}
         self.ends: dict[int, tuple[float, str]] = {}
@@ -189,10 +190,11 @@ class Clock:
         last = max([self.host, *free.values()])
         late = max(free, key=lambda stream: free[stream])
         done = max(self.ready.get(0, self.free[0]), self.iteration_began)  # of the last kernel
-        for stream in (0, late):  # waits of the computing stream, then of the stream that ends last
-            if self.free[stream] > done and self.waits_for[stream]:
-                self.exposed[self.waits_for[stream]] += self.free[stream] - done
-                done = self.free[stream]
+        self._expose(done)
+        done = max(done, self.free[0])
+        if self.free[late] > done and self.waits_for[late]:  # the stream that ends last
+            self.exposed[self.waits_for[late]] += self.free[late] - done
+            done = self.free[late]
         self.timing.host_seconds += max(0.0, last - max(done, self.free[late]))
         timing = self.timing
         timing.step_seconds = last - self.iteration_began
@@ -228,6 +230,8 @@ class Clock:
             self.layers_end = end if in_layer else None
         self.free[stream] = end
         self.ready.pop(stream, None)
+        if stream == 0:
+            self.waits.clear()
         copies = event.op.startswith("memcpy ")
         down = copies and event.op.endswith("DtoH") and event.where.part == "state"
         (self.under_next.add if down and stream else self.under_next.discard)(stream)
@@ -348,6 +352,8 @@ class Clock:
             self.ready.setdefault(stream, self.free[stream])
             self.free[stream] = until
             self.waits_for[stream] = axis
+            if stream == 0:
+                self.waits.append((until, axis))
 
     def _host_wait(self, event: HostWait) -> None:
         for waiting in list(self.queued) if event.event < 0 else ():
@@ -369,14 +375,20 @@ class Clock:
         free = self.free[0]
         ready = self.ready.get(0, free)
         if free >= begin and free > ready:  # the stream waited for a transfer
-            axis, since = self.waits_for[0], max(ready, self.host)
-            if axis:
-                self.exposed[axis] += begin - since
+            self._expose(max(ready, self.host))
         elif begin > free and self.host_waits_for:  # the host waited for one
             self.exposed[self.host_waits_for] += begin - max(free, self.host_ready)
         elif begin > free:
             self.timing.host_seconds += begin - free
         self.host_waits_for = ""
+
+    def _expose(self, since: float) -> None:
+        """Attribute the waits of the computing stream after `since`, each to its own axis."""
+        for until, axis in self.waits:
+            if until > since:
+                if axis:
+                    self.exposed[axis] += until - since
+                since = until
 
     def _action(self, words: str) -> None:
         now, spans_now = self.free[0], len(self.timing.spans)
