@@ -49,6 +49,18 @@ def test_only_what_nothing_hides_is_exposed_and_counts_for_its_axis() -> None:
     assert timing.busy_seconds == {"passes": 7}
 
 
+def test_two_waits_in_a_row_count_each_for_its_axis() -> None:
+    """A kernel needs the gather over tp, which needs the exchange over cp."""
+    events: list[Event] = [
+        kernel(1), gather(1, 3, "cp"), Wait(-1, 0, "", 1), gather(2, 2, "tp"), Wait(-1, 0, "", 2),
+        kernel(1),
+    ]  # fmt: skip
+    timing = time_record(events, device())
+    assert timing.step_seconds == 1 + 3 + 2 + 1
+    assert timing.exposed_seconds == {"cp": 3, "tp": 2}
+    assert time_record(events[:-1], device()).exposed_seconds == {"cp": 3, "tp": 2}
+
+
 def test_a_kernel_behind_a_transfer_is_waited_for_as_the_transfer_is() -> None:
     """A stream waits for a transfer, casts its result, and the computing stream waits for that."""
     events: list[Event] = [
