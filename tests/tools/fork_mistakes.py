@@ -330,7 +330,7 @@ MISTAKES = {
     # tensors that cross layers and stages
     "a square's mean as an auxiliary loss": Mistake(
         VALUES, {"mean(-1).sum()": "mean()"}, "ctx.auxiliary_loss takes a sum over the tokens",
-        LAYOUTS,
+        "tp 2; dp 2 + ZeRO 3; pp 2 zb-v, tied",
     ),
     "an auxiliary loss that is dropped": Mistake(
         VALUES, {"h = self.ctx.auxiliary_loss": "_ = self.ctx.auxiliary_loss"},
@@ -357,7 +357,7 @@ MISTAKES = {
             "        every = unique_parameters(self)\n": (
                 "        every = unique_parameters(self)\n"
                 "        for p in self.parameters():\n"
-                "            nn.init.ones_(p)  # here\n"
+                "            nn.init.normal_(p)  # here\n"
             )
         },
         "HERE: at ZeRO stage 3 a weight is freed", "dp 2 + ZeRO 3",

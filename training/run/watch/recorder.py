@@ -305,8 +305,8 @@ class Recorder:
         """Return the fork's line that made a tensor, or "" if another file made it."""
         kept: dict[str, list[str]] = {} if x.grad_fn is None else cast(Any, x.grad_fn.metadata)
         lines = FRAME.findall("".join(kept.get("traceback_", ())))
-        innermost = next((at for at in lines[::-1] if path_of(at[0], self.fork)), ("", ""))
-        return ":".join(innermost) if innermost[0] == self.fork else ""
+        innermost = next((at for at in lines[::-1] if path_of(at[0], self.fork)), None)
+        return ":".join(innermost) if innermost and innermost[0] == self.fork else ""
 
     def _follow_gradients(self) -> None:
         run, replace = self.run, self._instead
