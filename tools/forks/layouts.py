@@ -281,7 +281,8 @@ CAUSES = {  # by the kind of the first difference, and whether it is of a gradie
     ),
     ("an auxiliary loss", False): (
         "ctx.auxiliary_loss takes a sum over the tokens that a block has, no mean; its region is "
-        "that of the tensors from which it is computed"
+        "that of the tensors from which it is computed. A loss of statistics of a micro-batch, as "
+        "the balance loss of experts, depends on the size of micro-batches by definition"
     ),
     ("a bias of each rank", False): "RowParallelLinear(..., bias=True) adds it once, after its sum",
 }
