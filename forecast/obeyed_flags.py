@@ -78,7 +78,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
     if config.parallel.context_parallel_size == 1:
         return
     size, positions, documents = rank_batch(config)
-    stages = [Stage(i, i + 1) for i in range(config.model.num_layers)]
+    stages = [Stage(i, i + 1, embedding=i == 0) for i in range(config.model.num_layers)]
     listener = _OverContext()
     model = rank_model(config, provider, stages, 0, trace=listener)
     tokens = torch.empty(size, dtype=torch.long, device=META)
@@ -86,7 +86,8 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
     with torch.no_grad(), MetaOperations():
         for chunk, stage in enumerate(stages):
             listener.over_cp = False
-            hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
+            given = torch.empty(shape, dtype=config.run.dtype, device=META)
+            hidden = None if stage.embedding else given  # the first layer's may have another shape
             model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
             if not listener.over_cp:
                 line = ContextAttention.compute.__code__.co_firstlineno
@@ -295,8 +296,8 @@ class _Listener:
         with torch.no_grad(), MetaOperations():
             model(tokens, tokens, positions, documents)
             if LOSS in self.used and hasattr(model, "logits"):
-                hidden = model.hidden_shape(*size)
-                self.own_logits = _own_logits(model, hidden, config.run.dtype)
+                shape = (*model.hidden_shape(*size)[:-1], config.model.hidden_size)
+                self.own_logits = _own_logits(model, shape, config.run.dtype)
         return model
 
     def noting_cores(self, real: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@
 A pipeline stage sends only hidden states, and its backward starts from their gradient. So the loss
 is attached to the hidden states, as in Megatron's MoEAuxLossAutoScaler. Every backward runs once
 for each micro-batch, even if blocks are recomputed, so values are recorded there. A pass without
-backward (evaluation) records none.
+backward (evaluation) records none, unless `in_forward` is set.
 
 If a mask leaves c of the n tokens of the global batch in the main loss, one factor n / c corrects
 all gradients after backward, and all sums of losses are divided by c. Blocks do not have the mask,
@@ -33,7 +33,8 @@ class AuxiliaryLosses:
     """A run's auxiliary losses: the scale of their gradients, and the sum of their values.
 
     share: the fraction of a step's tokens that are not masked, a scalar in fp64; None: no mask.
-    mean: of the last step, on every rank; None before the first.
+    mean: of the last step, on every rank; None before the first. in_forward: values are recorded in
+    forward, for a pass without backward.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class AuxiliaryLosses:
         self.share: Tensor | None = None
         self.sums: dict[tuple[Axis, ...], Tensor] = {}  # by the axes over which values are partial
         self.mean: Tensor | None = None
+        self.in_forward = False
 
     def mask(self, counted: int, tokens: int, axis: Axis, device: torch.device) -> None:
         """Set, before a step's backward, the number of this rank's tokens in the main loss.

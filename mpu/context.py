@@ -134,7 +134,8 @@ class LayerContext:
             raise RuntimeError(f"auxiliary loss of shape {tuple(loss.shape)}: it must be a scalar")
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
         loss = loss.to(self.accumulate)
-        if torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad):
-            self.auxiliary_losses.add_of_all(loss, axes)  # everything is frozen: no backward
+        frozen = torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad)
+        if frozen or self.auxiliary_losses.in_forward:  # no backward
+            self.auxiliary_losses.add_of_all(loss, axes)
         y: Tensor = AuxiliaryLoss.apply(x, loss, self.auxiliary_losses, axes)
         return y

@@ -51,7 +51,10 @@ def meta_hint(error: BaseException) -> str:
             "tensor), but meta tensors, on which memory is planned, have shapes only: multiply by "
             "a mask or use torch.where, so that no shape depends on a value"
         )
-    return ": the model makes a tensor without device=ctx.device"
+    return (
+        ": the model makes a tensor without device=ctx.device, or keeps one of an earlier pass: a "
+        "forward takes everything from its arguments"
+    )
 
 
 class MetaOperations(DispatchMode):

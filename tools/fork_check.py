@@ -46,7 +46,7 @@ from tools.compare.first_difference import Allowed, compare
 from tools.compare.join import Side
 from tools.compare.launch import Ended, Tell, launch, where
 from tools.compare.verdict import conclude, verdict_of
-from tools.forks.case import Case, Desk, describe_error
+from tools.forks.case import Case, Desk, describe_error, raised_in
 from tools.forks.fields import FEW, windows_of
 from tools.forks.layouts import LAYERS, NEEDS, cases, one_rank, sizes
 from tools.forks.rank import work
@@ -71,7 +71,9 @@ def be_rank(desk: Desk, case: Case, port: int, limit: float, rank: int, tell: Te
         tell(explained(desk, case, rank, store, limit))
     except (Exception, SystemExit) as error:  # a model's file may call sys.exit
         kind = "refused" if isinstance(error, ValueError) else "raised"
-        tell({"error": describe_error(error, desk.model), "kind": kind})
+        hint = "; flags after -- (with make, in ARGS) set other sizes" * case.oracle
+        text = describe_error(error, desk.model) + hint * (kind == "refused")
+        tell({"error": text, "kind": kind, "by model": raised_in(error, desk.model)})
         sys.exit(1)
 
 
@@ -311,14 +313,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     answers = world.run(case)
                     seconds = time.monotonic() - began
                     row = row_of(case, answers, seconds, world.hung)
-                    if not case.oracle and not row.blocks:
+                    if not (case.oracle or row.blocks or row.refused):
                         hold(world, row)
             except Exception as error:
                 line = f"fork-check itself failed: {describe_error(error, model)}"
                 row = Row(case, time.monotonic() - began, findings=[("internal", "", line)])
             if case.oracle and row.blocks:
                 broken.add(case.tied)
-            if row.differs:
+            if row.differs or row.refused:
                 spoiled.add(case.save or case.name)
             rows.append(row)
             print(row.line(width), flush=True)

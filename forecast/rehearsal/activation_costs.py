@@ -124,7 +124,7 @@ def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -
         p = replace(p, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     stays = replace(config.gpu, cpu_offload_activations=False)
     config = replace(config, parallel=p, gpu=stays)
-    model = rank_model(config, provider, [Stage(0, 2)], 0)
+    model = rank_model(config, provider, [Stage(0, 2, embedding=True)], 0)
     assert isinstance(model, nn.Module)
     tracker = ModuleTracker(model, model.ctx.queue, model.ctx.sink)
     found, known = Counter[str](), {id(p.untyped_storage()) for p in model.parameters()}
@@ -141,11 +141,9 @@ def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -
 
     size, positions, packed = rank_batch(config)
     tokens = torch.empty(size, dtype=torch.long, device=META)
-    shape = model.hidden_shape(*size)
-    hidden = torch.empty(shape, dtype=config.run.dtype, device=META).requires_grad_() * 1
     gpu = config.parallel.device != "cpu"
     with Recorder(gpu), saved_tensors_hooks(note, lambda x: x):
-        model(tokens, None, positions, packed, hidden=hidden, chunk=0)
+        model(tokens, None, positions, packed, chunk=0)
     tracker.close()
     return dict(found)
 

@@ -260,9 +260,22 @@ class _Run:
             if hidden is not None and self.training and step.stage > self.first:
                 self.inputs[chunk, i] = hidden.requires_grad_()
             out = self.forward(chunk, i, hidden)
+            if step.stage != self.last:
+                self._check(out, step.stage)
             if self.training and step.stage >= self.first:
                 self.outputs[chunk, i] = get_gradient_edge(out)
         return None if step.stage == self.last else out.detach()
+
+    def _check(self, out: Tensor, stage: int) -> None:
+        """Raise ValueError if a stage returns other hidden states than the next one receives."""
+        made, due = (list(out.shape), out.dtype), (list(self.shape), self.engine.dtype)
+        if made != due:
+            a, b = (f"{shape}, {dtype}".replace("torch.", "") for shape, dtype in (made, due))
+            raise ValueError(
+                f"stage {stage} returns hidden states {a}, and the next stage receives {b}:"
+                " Model.hidden_shape must return the shape of what a block returns, and a block "
+                "returns the dtype of ctx.dtype"
+            )
 
     def drain(self) -> None:
         """Compute the output layer's deferred weight gradients, in micro-batch order."""

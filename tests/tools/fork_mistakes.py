@@ -37,6 +37,7 @@ OLMO2, GEMMA2, PHI, GRANITE = (
     f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite")
 )
 BITNET, PHI3 = "examples/forks/bitnet.py", "examples/forks/phi3.py"
+VALUES = "tests/tools/value_residual.py"
 GEMMA3, GLM4 = "examples/forks/gemma3.py", "examples/forks/glm4.py"
 MLP = "        return swiglu(x, self.gate_up, self.down)\n"
 READS = "    return read_hf_config(hf, kind, rules=rules)\n"
@@ -325,6 +326,41 @@ MISTAKES = {
             "import torch.nn.functional as F\n": "import torch\nimport torch.nn.functional as F\n",
         },
         "a float32 tensor is combined with a float64 one (fork_HERE)",
+    ),
+    # tensors that cross layers and stages
+    "a square's mean as an auxiliary loss": Mistake(
+        VALUES, {"mean(-1).sum()": "mean()"}, "ctx.auxiliary_loss takes a sum over the tokens",
+        "tp 2; dp 2 + ZeRO 3; pp 2 zb-v, tied",
+    ),
+    "an auxiliary loss that is dropped": Mistake(
+        VALUES, {"h = self.ctx.auxiliary_loss": "_ = self.ctx.auxiliary_loss"},
+        "must continue with the tensor that ctx.auxiliary_loss returns",
+    ),
+    "no hidden_shape of its own": Mistake(
+        VALUES, {"s, b, h + groups * self.config.head_size * parts(self.ctx)": "s, b, h"},
+        "stage 0 returns hidden states [12, 1, 60], float64, and the next stage receives "
+        "[12, 1, 28], float64: Model.hidden_shape must return",
+        "pp 2 1f1b",
+    ),
+    "a tensor that a class keeps": Mistake(
+        LLAMA,
+        {
+            "return x if by == 1.0 else x * by": "Llama.kept = x\n        return x",
+            "        return x if by == 1.0 else x / by": "        return x + Llama.kept  # here",
+        },
+        "HERE: the model makes a tensor without device=ctx.device, or keeps one of an earlier pass",
+        "pp 2 1f1b",
+    ),
+    "an initialize that ignores its names": Mistake(
+        LLAMA,
+        {
+            "        every = unique_parameters(self)\n": (
+                "        every = unique_parameters(self)\n"
+                "        for p in self.parameters():\n"
+                "            nn.init.normal_(p)  # here\n"
+            )
+        },
+        "HERE: at ZeRO stage 3 a weight is freed", "dp 2 + ZeRO 3",
     ),
     "an error on one rank": Mistake(
         LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},

@@ -26,6 +26,7 @@ from tests.tools.fork_mistakes import (  # noqa: E402
     PHI,
     QWEN3,
     SUM,
+    VALUES,
     Mistake,
     checked,
 )
@@ -229,6 +230,17 @@ TENSORS: dict[str, Mistake] = {
         "pp 2 1f1b", r"the input of layers\.0 \(Block\).*it is 2 times the other \("),
     "the size of a micro-batch": mlp(
         f"self.down({Y}) * (1 + 0.01 * x.shape[1])", "", "one rank, 4 micro-batches", GIVES),
+    # blocks that return more than hidden states, of another size on each layout
+    "a mix of values in no region": Mistake(
+        VALUES, {"(2,), Region.TENSOR_PARALLEL": "(2,), Region.REPLICATED"},
+        r"layers\.\d\.attention\.mix \(in layers\.\d\.attention\).*a sum over tp is missing",
+        "tp 2"),
+    "a layer's own line": Mistake(
+        VALUES, {"h = h + self.mlp(self.mlp_norm(h))": (
+            "h = h + self.mlp(self.mlp_norm(h)) * (1 + 0.1 * h.shape[1])"),
+            "return torch.cat([h, values": "return torch.cat([h, values  # here\n            "},
+        r"the output of layers\.0 \(Block\) differs first.*\(fork_HERE\)",
+        "one rank, 4 micro-batches"),
     "a state in recomputation": mlp(
         f"self.down({Y}) * (1 + 0.01 * torch.is_grad_enabled())", "", "recompute full",
         r"layers\.\d"),

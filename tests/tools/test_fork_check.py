@@ -18,7 +18,7 @@ from tools import fork_check
 from tools.fork_check import main
 from tools.forks import huggingface, layouts
 from tools.forks.case import Desk
-from tools.forks.fields import logits_of
+from tools.forks.fields import output_of
 from training.run import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,6 +325,30 @@ def test_the_models_pass(model, only, capfd, monkeypatch):
     assert "layouts agree" in out and "warning" not in out
 
 
+@pytest.mark.prove
+def test_a_fork_that_carries_a_tensor_through_its_layers_and_adds_a_loss_passes(capfd):
+    """Its hidden states are wider after the first layer. One field acts on the loss alone. The last
+    layout loads the weights after a step with a mask.
+    """
+    only = "tp 2; cp 2 all_gather; tp 2 + SP, pp 2 zb-h1; pp 2 1f1b, loads tp 2 + SP"
+    assert main(["--model", str(ROOT / fork_mistakes.VALUES), "--only", only]) == 0
+    assert "all 6 layouts agree" in capfd.readouterr().out
+
+
+@pytest.mark.prove
+def test_a_layout_that_the_model_itself_refuses_is_no_disagreement(tmp_path, capfd):
+    edits = {
+        "        self.core = recompute": "        if ctx.grid.cp.size > 1:\n"
+        "            raise ValueError('--context-parallel-size must be 1')\n"
+        "        self.core = recompute"
+    }
+    path = write(tmp_path, "llama", edits)
+    assert main(["--model", str(path), "--only", "cp 2 all_gather; tp 2"]) == 0
+    out = capfd.readouterr().out
+    line = "cp 2 all_gather: not run, as the model refuses it: --context-parallel-size must be 1"
+    assert line in out and "all 2 layouts agree, and 1 were not run" in out
+
+
 def test_experts_are_dealt_out_and_a_layout_that_their_rule_refuses_is_not_run(tmp_path):
     model = str(ROOT / "model" / "moe.py")
     assert [fork_check.experts_of(model, own) for own in ([], ["--num-experts=4"])] == [8, 4]
@@ -433,7 +457,7 @@ class _Model(llama.Llama):
 def test_a_field_that_adds_a_bias_of_0_is_one_that_the_model_depends_on():
     config, tokens = _Biased(11, 16, 8, 1, 4, 2), torch.arange(6).view(1, 6)
     file = SimpleNamespace(Model=_Model)
-    one, two = (logits_of(file, replace(config, biased=b), tokens) for b in (False, True))
+    one, two = (output_of(file, replace(config, biased=b), tokens) for b in (False, True))
     assert one is not None and two is not None and not torch.equal(one, two)
 
 

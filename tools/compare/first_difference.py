@@ -122,6 +122,8 @@ class _Comparer:
         self.begin = _Far()  # of the weights with which the step begins
         self.gradient = _Far()
         self.gradients: dict[str, float] = {}  # relative distances of single ones
+        # of sizes that may be right on these layouts: reported if nothing else differs
+        self.unplaced: list[Difference] = []
 
     def limit(self, *tensors: Tensor, begin: float | None = None) -> float:
         """Return the relative tolerance of tensors whose bits may differ.
@@ -320,6 +322,10 @@ def _activations(comparer: _Comparer, keys: list[Key]) -> Iterator[Difference]:
 
 
 def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
+    stages = [{part.entry["stage"] for part in parts} for parts in comparer.pair(key)]
+    if not key.name and stages[0] != stages[1]:  # the model itself, whose stages differ
+        comparer.found.left_out.append(key)
+        return
     one = comparer.one.activation(key)
     other = comparer.other.activation(key, None if one is None else one.values.shape)
     if one is not None and other is not None and one.values.shape != other.values.shape:
@@ -330,8 +336,12 @@ def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
         if one is not None and comparer.other.sizes["tp"] > 1 and placed:
             pair = comparer.pair(key)
             a, b = (some[0].entry["shape"] for some in pair)
-            yield Difference(key, a, b, float("inf"), pair)
-        elif len({part.entry["stage"] for part in comparer.one.parts[key]}) == 1:
+            found = Difference(key, a, b, float("inf"), pair)
+            if a[-1:] in (b[-1:], [comparer.other.sizes["tp"] * n for n in b[-1:]]):
+                yield found
+            else:  # neither the full tensor nor a shard of it, as where a block carries both
+                comparer.unplaced.append(found)
+        elif len(stages[0]) == 1:
             yield from _by_rank(comparer, key)
         else:  # the model itself, whose stages have different outputs
             comparer.found.left_out.append(key)
@@ -374,7 +384,9 @@ def _runs(key: Key) -> bool:
     return output and bool(key.name) and key.call == 1 and not key.item
 
 
-def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
+def _number(name: str, alone: bool = True) -> Callable[[_Comparer], Iterator[Difference]]:
+    """Return a function that compares a number. alone: also if only one side has it."""
+
     def step(comparer: _Comparer) -> Iterator[Difference]:
         key, a, b = (
             Key("number", "", name),
@@ -382,7 +394,7 @@ def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
             comparer.other.numbers.get(name),
         )
         if a is None or b is None:
-            if a != b:
+            if a != b and alone:
                 yield Difference(key, a, b, error=float("inf"))
             return
         one, other = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
@@ -416,14 +428,19 @@ def _sums(comparer: _Comparer) -> Iterator[Difference]:
     yield from _parameters(comparer, ("gradient",), "", comparer.allowed.exact)
 
 
+def _unplaced(comparer: _Comparer) -> Iterator[Difference]:
+    yield from comparer.unplaced
+
+
 def _after(comparer: _Comparer) -> Iterator[Difference]:
     for kinds in (None, ("master",), ("weight",)):  # in the order of an update
         yield from _parameters(comparer, kinds, "after", comparer.allowed.exact)
 
 
 STEPS = (
-    _batch, _before, _forward, _number("loss"), _backward, _sums, _number("factor of the mask"),
-    _number("gradient norm"), _number("learning rate"), _number("decoupled learning rate"), _after,
+    _batch, _before, _forward, _number("auxiliary loss", alone=False), _number("loss"), _backward,
+    _sums, _number("factor of the mask"), _number("gradient norm"), _number("learning rate"),
+    _number("decoupled learning rate"), _after, _unplaced,
 )  # fmt: skip
 
 

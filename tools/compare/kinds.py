@@ -73,7 +73,8 @@ def _of_numbers(found: Difference) -> Kind | None:
         how = (
             f"it is {ratio:.6g} times the other" if abs(ratio - 1) > 1e-6 else "in its last digits"
         )
-        return Kind("another number", how)
+        auxiliary = found.key.name == "auxiliary loss"
+        return Kind("an auxiliary loss" if auxiliary else "another number", how)
     return None
 
 

@@ -119,7 +119,19 @@ def describe_error(error: BaseException, model: str) -> str:
         notes = getattr(error, "__notes__", None)
         where = f", {notes[0] if notes else at_line(frames[-1])}"
     text = " ".join(str(error).split()).partition(" Hint: ")[0]  # torch's, of autograd
-    return f"{kind}{text[:300]}{where}{meta_hint(error)}"
+    freed = (
+        ": at ZeRO stage 3 a weight is freed outside of its use, and initialize(seed, names) "
+        "writes the parameters in `names` alone"
+    )
+    hint = freed * ("refers to a single memory location" in text) or meta_hint(error)
+    return f"{kind}{text[:300]}{where}{hint}"
+
+
+def raised_in(error: BaseException, model: str) -> bool:
+    """Return whether a line of the model's file raised a ValueError itself."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    at = [Path(frame.filename).resolve() for frame in last]
+    return isinstance(error, ValueError) and at == [Path(model).resolve()]
 
 
 def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
@@ -196,9 +208,12 @@ def forward(run: LlamaRun, record: Path | None = None) -> float:
     schedule = forward_only(run.schedule(len(batches)))
     file = run.config.model.model_file
     names = load_model_file(file).hf_names(run.model)
+    auxiliary = run.model.ctx.auxiliary_losses
+    auxiliary.share, auxiliary.in_forward = None, True
     with nullcontext() if record is None else FileRecorder(run, batches, names, record, fork=file):
         total = run_schedule(run, schedule, batches, 1, "of a forward pass")
-    return (total[0] / total[1]).item() if total[1] else 0.0
+    auxiliary.in_forward = False
+    return ((total[0] + total[2]) / total[1]).item() if total[1] else 0.0
 
 
 def record_weights(run: LlamaRun, folder: Path) -> None:
@@ -216,6 +231,7 @@ def step(
     record: a folder for its parameters and gradients. inside: for all other tensors, too.
     """
     batches, lr = batches_of(run, number), run.config.optimizer.lr
+    run.model.ctx.auxiliary_losses.share = None  # of a step before, which had a mask
     take = train_step
     if record is not None:
         file = run.config.model.model_file

@@ -54,14 +54,19 @@ def model_of(file: ModelFile, config: LlamaConfig) -> Any:
 
 
 @torch.inference_mode()
-def logits_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | None:
-    """Return the logits of a model with these sizes, or None if it cannot be built or run."""
+def output_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | None:
+    """Return the logits, losses and auxiliary losses of a model with these sizes, in one vector, or
+    None if it cannot be built or run.
+    """
     try:
         model = model_of(file, config)
         for param in model.parameters():
             if param.dim() == 1:  # a bias of 0 would hide a field that adds it
                 param.add_(0.1)
-        return model(tokens)
+        auxiliary = model.ctx.auxiliary_losses
+        auxiliary.in_forward = True
+        parts = (model(tokens), model(tokens, tokens))
+        return torch.cat([x.flatten() for x in (*parts, torch.as_tensor(auxiliary.take()))])
     except Exception:
         return None
 
@@ -79,8 +84,9 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
     bases = [config]
     if not config.rope_scaling_factor and _valid(config, "rope_scaling_factor", 4.0):
         bases.append(replace(config, rope_scaling_factor=4.0, rope_original_length=SHORT))
-    before = [logits_of(file, base, tokens) for base in bases]
+    before = [output_of(file, base, tokens) for base in bases]
     found: list[Finding] = []
+    known = {field.name for field in fields(LlamaConfig)}
     for name in (field.name for field in fields(config) if field.init):
         lost, idle = [], []
         for base, logits in zip(bases, before, strict=True):
@@ -90,18 +96,20 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
                 continue
             some = [replace(base, **{name: value}) for value in values]
             lost.append(_after_saving(file, base, some[0], name, tokens))
-            alike = all(_same(logits, logits_of(file, one, tokens)) for one in some)
+            alike = all(_same(logits, output_of(file, one, tokens)) for one in some)
             idle.append(alike and _idle_in_more_layers(file, base, name, tokens))
         unread = bool(idle) and all(idle) and name not in WITHOUT_EFFECT
         if name in OF_THE_RUN:
             continue
         if lost and all(lost):
-            more = "; the model does not depend on it either: a field that only layers have "
-            more += f"belongs in a subclass of {own}, which layer_config returns"
+            more = f"; the model does not depend on it either: let {own} refuse other values"
+            if name not in known:
+                more = "; the model does not depend on it either: a field that only layers have "
+                more += f"belongs in a subclass of {own}, which layer_config returns"
             found.append(("config", name, lost[0] + more * unread))
         elif unread:
             line = f"the model does not depend on {name} of its config: another value gives "
-            line += f"the same logits{_replaced(file, name)}"
+            line += f"the same logits and loss{_replaced(file, name)}"
             found.append(("config", name, line))
     return found + _keys_of_json(file, config)
 
@@ -110,7 +118,7 @@ def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str
     """Return the fields that count tokens, as a window does: a larger value does not change the
     logits, and FEW does. tokens [b, s].
     """
-    found, base = [], logits_of(file, config, tokens)
+    found, base = [], output_of(file, config, tokens)
     known = {field.name for field in fields(LlamaConfig)}
     for name in (field.name for field in fields(config) if field.name not in known):
         value = getattr(config, name)
@@ -119,7 +127,7 @@ def windows_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[str
         values: tuple[Any, ...] = (2 * value, FEW)
         if not all(_valid(config, name, n) for n in values):
             continue
-        more, few = (logits_of(file, replace(config, **{name: n}), tokens) for n in values)
+        more, few = (output_of(file, replace(config, **{name: n}), tokens) for n in values)
         if _same(base, more) and few is not None and not _same(base, few):
             found.append(name)
     return found
@@ -131,9 +139,9 @@ def _idle_in_more_layers(file: ModelFile, config: LlamaConfig, name: str, tokens
         if layers <= config.num_layers or not _valid(config, "num_layers", layers):
             continue
         deep = replace(config, num_layers=layers)
-        logits = logits_of(file, deep, tokens)
+        logits = output_of(file, deep, tokens)
         values = [v for v in others(name, getattr(deep, name)) if _valid(deep, name, v)]
-        some = (logits_of(file, replace(deep, **{name: value}), tokens) for value in values)
+        some = (output_of(file, replace(deep, **{name: value}), tokens) for value in values)
         if not all(_same(logits, each) for each in some):
             return False
     return True
@@ -184,8 +192,8 @@ def _after_saving(
         return ""
     if got != getattr(base, name):
         of_run = {n: getattr(config, n) for n in OF_THE_RUN if hasattr(config, n)}
-        other = logits_of(file, replace(back, **of_run), tokens)
-        if _same(other, logits_of(file, config, tokens)):
+        other = output_of(file, replace(back, **of_run), tokens)
+        if _same(other, output_of(file, config, tokens)):
             return ""
     return (
         f"{name} = {value!r} is {got!r} after hf_config and from_hf_config: one of them drops it, "

@@ -278,6 +278,11 @@ CAUSES = {  # by the kind of the first difference, and whether it is of a gradie
         "partial hidden states must be summed over tp, by RowParallelLinear or by "
         "reduce_from_tensor_model_parallel_region of mpu.comm.mappings"
     ),
+    ("an auxiliary loss", False): (
+        "ctx.auxiliary_loss takes a sum over the tokens that a block has, no mean; its region is "
+        "that of the tensors from which it is computed. A loss of statistics of a micro-batch, as "
+        "the balance loss of experts, depends on the size of micro-batches by definition"
+    ),
     ("a bias of each rank", False): "RowParallelLinear(..., bias=True) adds it once, after its sum",
 }
 
@@ -293,8 +298,9 @@ def pattern(failed: Sequence[str], ran: Sequence[str], kind: tuple[str, bool]) -
         having = [name for name in ran if one.has(name)]
         if set(failed) <= set(having) and (one is not PATTERNS[-1] or SPLIT in failed):
             fits.append((len(having), number, one))
+    cause = CAUSES.get(kind, "")
     if not failed or not fits:
-        return ""
+        return f"likely cause: {cause}" if failed and cause else ""
     count, _, best = min(fits)
     some = "" if count == len(set(failed)) else "some layouts "
-    return f"likely cause (only {some}{best.what}): {CAUSES.get(kind, best.hint)}"
+    return f"likely cause (only {some}{best.what}): {cause or best.hint}"

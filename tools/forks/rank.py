@@ -44,6 +44,7 @@ from tools.forks.case import (
 from tools.forks.fields import fields_of_config
 from tools.forks.huggingface import compare as compare_transformers
 from tools.forks.one import (
+    SAME,
     Casts,
     decodes,
     derivatives,
@@ -150,6 +151,10 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
         failure.add_note(casts.written())
         raise
     report.errors["loss"] = abs(first - losses[0])
+    if not report.errors["loss"] <= SAME * abs(first):
+        line = f"the loss of a forward pass is {first:.10g} and that of a step {losses[0]:.10g}: a "
+        line += "block must continue with the tensor that ctx.auxiliary_loss returns"
+        report.findings.append(("auxiliary", "", line))
     put(run, start)
     for name, buffer in saved_buffers(run.model):  # a step may change them, as a router's bias
         buffer.copy_(buffers[name])

@@ -33,6 +33,7 @@ ALONE = {
     "config",
     "transformers",
     "loss of logits",
+    "auxiliary",
 }  # their sentences name the cause themselves
 NUMBER = re.compile(r"(?<=layers\.)\d+")
 WORDY = {
@@ -139,6 +140,9 @@ def row_of(
 ) -> Row:
     """Return a layout's row from the answers of its ranks: a Report each, an error, or None."""
     row = Row(case, seconds)
+    if not case.oracle and all(a and a.get("by model") for a in answers):
+        row.refused = answers[0]["error"]
+        return row
     errors = [(a["kind"], "", a["error"]) for a in answers if a and "error" in a]
     errors.sort(key=lambda e: e[2].startswith("CommunicationError"))
     lost = errors and errors[0][2].startswith("CommunicationError")  # a peer has failed, or died

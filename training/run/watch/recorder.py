@@ -283,7 +283,8 @@ class Recorder:
         line, call = self._line(), self._count(OUTPUT, event.name, event.phase)
         for i, x in enumerate(event.tensors):
             of = _Of(OUTPUT, event.name, event.of, i)
-            self._activation(of, x, call, line, event.phase)
+            own = "" if line.startswith(f"{self.fork}:") else self._made(x)
+            self._activation(of, x, call, own or line, event.phase)
 
     def _output_grad(self, event: Event) -> None:
         # hooks of one call's outputs fire in the order of the outputs: `call` tells them apart
@@ -304,8 +305,8 @@ class Recorder:
         """Return the fork's line that made a tensor, or "" if another file made it."""
         kept: dict[str, list[str]] = {} if x.grad_fn is None else cast(Any, x.grad_fn.metadata)
         lines = FRAME.findall("".join(kept.get("traceback_", ())))
-        innermost = next((at for at in lines[::-1] if path_of(at[0], self.fork)), ("", ""))
-        return ":".join(innermost) if innermost[0] == self.fork else ""
+        innermost = next((at for at in lines[::-1] if path_of(at[0], self.fork)), None)
+        return ":".join(innermost) if innermost and innermost[0] == self.fork else ""
 
     def _follow_gradients(self) -> None:
         run, replace = self.run, self._instead
@@ -439,6 +440,8 @@ def recorded(
         with FileRecorder(run, batches, names, folder, fork=fork, inside=inside) as recorder:
             loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
             recorder.numbers["loss"] = loss.item()
+            if (added := run.model.ctx.auxiliary_losses.mean) is not None and added:
+                recorder.numbers["auxiliary loss"] = float(added)
         return loss, norm, found_inf
 
     return step
