@@ -216,7 +216,7 @@ MISTAKES = {
     "zb-v with three chunks": (
         2,
         " --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
-        "zb-v has 2 virtual stages a rank: --num-virtual-stages-per-pipeline-rank 3",
+        "zb-v needs 2 virtual stages on each rank: --num-virtual-stages-per-pipeline-rank 3",
     ),
     "layers lost": (
         2,

@@ -97,7 +97,7 @@ def test_every_axis_of_each_rank_is_a_group_of_the_list(order):
     "world, tp, cp, pp", [(6, 2, 1, 2), (4, 3, 1, 1), (2, 4, 1, 1), (4, 0, 1, 1)]
 )
 def test_a_world_that_does_not_factor_is_refused(world, tp, cp, pp):
-    with pytest.raises(ValueError, match=f"world of {world} ranks"):
+    with pytest.raises(ValueError, match=f"the world size, {world}, must be a multiple of"):
         Grid(world, tp, cp, pp)
 
 

@@ -115,7 +115,7 @@ def test_a_recorded_weight_gradient_takes_the_memory_of_a_real_one(dtype, main):
 
 def test_a_recipe_of_another_device_is_refused():
     ctx = LayerContext(device=torch.device("meta"), on_gpu=True)
-    with pytest.raises(ValueError, match="Recipe was made with on_gpu=False and its layer's"):
+    with pytest.raises(ValueError, match="Recipe was made with on_gpu=False, but its layer's"):
         ColumnParallelLinear(4, 8, ctx=ctx, recipe=Recipe())
     assert ColumnParallelLinear(4, 8, ctx=ctx).recipe.on_gpu
 

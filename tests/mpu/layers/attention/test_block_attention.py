@@ -167,7 +167,7 @@ def test_the_call_on_cuda_is_one_that_torch_knows():
 
 def test_documents_that_do_not_fill_the_batch_are_refused():
     x = torch.zeros(1, 1, 5, 4)
-    with pytest.raises(ValueError, match="the packed documents have 4 tokens, the batch 5"):
+    with pytest.raises(ValueError, match="the packed documents have 4 tokens, but the batch has 5"):
         block_attention(x, x, x, PackedSeqParams.of([1, 3]), 0)
     with pytest.raises(ValueError, match="each must be at least 1"):
         PackedSeqParams.of([2, 0])
