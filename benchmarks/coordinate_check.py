@@ -35,6 +35,7 @@ from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, axes_at, check_name, page
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
+from training.flags.foreign import uses_of
 from training.flags.parse import parse
 
 # The embedding is large, so that a few steps hardly change the direction of the residual stream:
@@ -50,16 +51,9 @@ Kinds = dict[str, float]  # a kind of module: the root mean square of its output
 
 def with_flags(base: Sequence[str], more: Sequence[str]) -> dict[str, list[str]]:
     """Return flags with their values; a later one replaces an earlier one."""
-    flags: dict[str, list[str]] = {}
-    name = ""
-    for word in [*base, *more]:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            flags[name] = [value] if value else []
-        elif name:
-            flags[name].append(word)
-        else:
-            raise ValueError(f"{word}: the first word after -- must be a flag of pretrain_llama.py")
+    flags = {use.name: list(use.values) for use in uses_of([*base, *more])}
+    if stray := flags.get(""):
+        raise ValueError(f"{stray[0]}: the first word after -- must be a flag of pretrain_llama.py")
     return flags
 
 

@@ -393,7 +393,7 @@ def loads_eagerly(argv: Sequence[str]) -> bool:
     values = {}
     for flag, value in zip(words, [*words, ""][1:], strict=True):
         if flag.startswith("--"):
-            values[flag] = "" if value.startswith("--") else value
+            values[flag.replace("_", "-")] = "" if value.startswith("--") else value
     overlap = values.get("--tp-comm-overlap", "none")
     stages = values.get("--pipeline-model-parallel-size", "1")
     return stages not in ("", "1") or overlap not in ("none", "ring")

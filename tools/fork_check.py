@@ -40,7 +40,6 @@ from mpu.grid import Grid
 from mpu.launch import bind_loopback
 from mpu.torch_private import running_node
 from pretrain_llama import model_provider
-from tools.bisect.sides import value_of
 from tools.command_line import Parser
 from tools.compare.first_difference import Allowed, compare
 from tools.compare.join import Side
@@ -51,6 +50,7 @@ from tools.forks.fields import FEW, windows_of
 from tools.forks.layouts import LAYERS, NEEDS, cases, one_rank, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, initial_finding, row_of, table
+from training.flags.foreign import value_of
 from training.run.model_profile import meta_context, model_profile
 from training.run.waiting import time_left, waiting
 from training.run.watch.recorder import FRAME
@@ -157,7 +157,7 @@ def experts_of(model: str, own: Sequence[str]) -> int:
     if "num_experts" not in kinds:
         return 0
     given, default = value_of(own, "--num-experts"), kinds["num_experts"].default
-    return int(given) if given and given.isdigit() else default if isinstance(default, int) else 0
+    return int(given) if given.isdigit() else default if isinstance(default, int) else 0
 
 
 def fitting(desk: Desk, experts: int, one: Case) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from model.load import load_model_file, of_checkpoint, own_flags
 from training.checkpoint.load import same_value
 from training.files.untrusted import read_json
 from training.flags.flag_table import live_flags
+from training.flags.foreign import uses_of
 from training.flags.model_sizes import flags_of
 from training.flags.parse import model_file, parse
 from training.run.model_profile import model_profile
@@ -178,10 +179,7 @@ def last_of_each(argv: list[str]) -> list[str]:
     All occurrences of repeatable flags are kept, as later ones add to earlier ones.
     """
     added = {flag.name for flag in live_flags().values() if flag.rule.repeated}
-    given = [n for n, word in enumerate(argv) if word.startswith("--")]
-    latest = {argv[n]: n for n in given}
-    arguments: list[str] = []
-    for n, following in zip(given, [*given[1:], len(argv)], strict=True):
-        if latest[argv[n]] == n or argv[n] in added:
-            arguments += argv[n:following]
-    return arguments
+    uses = uses_of(argv)
+    latest = {use.name: use for use in uses}
+    kept = [use for use in uses if latest[use.name] is use or use.name in added]
+    return [word for use in kept for word in use.words]

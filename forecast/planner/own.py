@@ -8,6 +8,7 @@ from forecast.planner.cluster import Cluster
 from forecast.planner.model import REST, Model, last_of_each, read_flags
 from forecast.planner.search import PlanError
 from mpu.layers.float8.rows import RECIPES
+from training.flags.foreign import uses_of
 from training.settings.config import Config
 
 OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ from MODEL's
@@ -43,12 +44,9 @@ def dtype_of(config: Config) -> str:
 
 def with_optimizer(model: Model, flags: str) -> Model:
     """Return the model with the optimizer of a layout's flags, if these set one."""
-    added, taken = list[str](), False
-    for word in shlex.split(flags):
-        if word.startswith("--"):
-            name = word.partition("=")[0].replace("_", "-")
-            taken = name == "--optimizer" or name.startswith("--muon-")
-        added += [word] * taken
+    uses = uses_of(shlex.split(flags))
+    taken = [use for use in uses if use.dashed == "--optimizer" or use.dashed.startswith("--muon-")]
+    added = [word for use in taken for word in use.words]
     if not added:
         return model
     words = last_of_each([*model.flags, *added])

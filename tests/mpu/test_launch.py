@@ -41,6 +41,7 @@ def test_the_defaults_leave_what_is_set():
         ("--pipeline-model-parallel-size=1 --tp-comm-overlap none", False),
         ("--pipeline-model-parallel-size 8", True),
         ("--bf16 --pipeline-model-parallel-size=8", True),
+        ("--pipeline_model_parallel_size 8", True),
         ("--tp-comm-overlap ring", False),
         ("--tp-comm-overlap symmetric", True),
         ("--tp-comm-overlap=symmetric", True),

@@ -25,6 +25,7 @@ import torch
 
 from tools.bisect.recorded import enter
 from tools.compare.launch import Ended, Tell, launch, where
+from training.flags.foreign import uses_of, value_of
 
 PROGRAM = "pretrain_llama.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,14 +78,11 @@ def _own_model(program: Program) -> list[str]:
     A run without the flag uses model/moe.py if it has experts, else model/llama.py. A run with
     --qk-layernorm alone cannot have the flag.
     """
-    given = {word.partition("=")[0].replace("_", "-") for word in program.argv}
+    given = {use.dashed for use in uses_of(program.argv)}
     name = "model/moe.py" if "--num-experts" in given else "model/llama.py"
     if "--qk-layernorm" in given and not given & {"--num-experts", "--model-file"}:
         return []
-    for word, value in zip(program.argv, [*program.argv[1:], ""], strict=False):
-        flag, has, text = word.partition("=")
-        if flag.replace("_", "-") == "--model-file":
-            name = text if has else value
+    name = value_of(program.argv, "--model-file") or name
     file = program.tree / name
     relative = not Path(name).is_absolute() and file.is_file()
     return ["--model-file", str(file)] if relative else []

@@ -15,6 +15,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from training.flags.foreign import uses_of
+
 RANKS = 16  # most processes that a folder may ask for
 WORDS, LONGEST = 10_000, 1 << 16  # most words of a command line; most characters of one
 PRODUCT = {"pretrain_llama", "training", "model", "mpu", "tools"}
@@ -87,7 +89,10 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
     found, known = foreign.in_our_words(argv, own_names), flag_table.live_flags()
     for use in found.accepted:  # they have no effect on values, and a rule may require them
         kept += use.words
-    for name, values in _groups(found.words):
+    for use in uses_of(found.words):
+        name, values = use.name, list(use.values)
+        if not name:
+            raise ValueError(f"{use.value[:80]}: a value without a flag")
         if name in own_names:
             kept += [name, *values]
             continue
@@ -100,20 +105,6 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
         elif flag.rule.metavar not in ("FILE", "DIRECTORY") or name in READ:
             kept += [name, *_checked(name, values, flag, flag.kind == flag_table.LIVE_KIND)]
     return (*kept, "--model-file", str(own)) if own is not None else tuple(kept)
-
-
-def _groups(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each flag with its values. Raises ValueError."""
-    found = list[tuple[str, list[str]]]()
-    for word in words:
-        name, has, value = word.partition("=")
-        if name.startswith("--"):
-            found.append((name, [value] if has else []))
-        elif not found:
-            raise ValueError(f"{word[:80]}: a value without a flag")
-        else:
-            found[-1][1].append(word)
-    return found
 
 
 def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:

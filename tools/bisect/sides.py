@@ -7,29 +7,28 @@ digest of every step, into a folder of this comparison.
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tools.bisect import recorded
 from tools.bisect.lines import Lines, read
 from tools.bisect.ranks import PROGRAM, ROOT, Program, RunError, run
+from training.flags.foreign import uses_of, value_of
 
-# flags for the output of a run, and the number of values of each
+# flags for the output of a run
 PLACES = {
-    "--save": 1, "--save-interval": 1, "--async-save": 0, "--tensorboard-dir": 1,
-    "--wandb-project": 1, "--wandb-exp-name": 1, "--log-json": 1, "--log-digests": 1,
-    "--exit-interval": 1, "--eval-interval": 1, "--sample-interval": 1,
-    "--log-interval": 1, "--keep-last-k": 1, "--save-retain-interval": 1, "--save-hf": 1,
-    "--save-hf-dtype": 1, "--save-hf-max-shard-size": 1, "--save-hf-keep-last-k": 1,
-    "--profile": 0, "--profile-step-start": 1, "--profile-step-end": 1,
-    "--record-memory-history": 0, "--memory-snapshot-path": 1,
+    "--save", "--save-interval", "--async-save", "--tensorboard-dir", "--wandb-project",
+    "--wandb-exp-name", "--log-json", "--log-digests", "--exit-interval", "--eval-interval",
+    "--sample-interval", "--log-interval", "--keep-last-k", "--save-retain-interval", "--save-hf",
+    "--save-hf-dtype", "--save-hf-max-shard-size", "--save-hf-keep-last-k", "--profile",
+    "--profile-step-start", "--profile-step-end", "--record-memory-history",
+    "--memory-snapshot-path",
 }  # fmt: skip
-BEGINS = {"--load": 1, "--ckpt-step": 1, "--pretrained-checkpoint": 1, "--finetune": 0}
-SIZES = {
-    "--tensor-model-parallel-size": 1, "--model-parallel-size": 1,
-    "--pipeline-model-parallel-size": 1, "--context-parallel-size": 1,
-}  # fmt: skip
+BEGINS = {"--load", "--ckpt-step", "--pretrained-checkpoint", "--finetune"}
+SIZES = (
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
+)  # fmt: skip
 
 
 @dataclass
@@ -48,29 +47,10 @@ class Named:
     why_not: str = ""  # why it cannot be replayed
 
 
-def without(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
-    """Return flags without some of them and their values, also in the form --flag=value."""
-    remaining: list[str] = []
-    words = iter(argv)
-    for word in words:
-        name, has, _ = word.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        if name not in flags:
-            remaining.append(word)
-            continue
-        for _ in range(0 if has else flags[name]):
-            next(words, None)
-    return remaining
-
-
-def value_of(argv: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag, None if it is not given."""
-    found = None
-    for i, word in enumerate(argv):
-        name, has, value = word.partition("=")
-        if name.replace("_", "-") == flag:
-            found = value if has else argv[i + 1] if i + 1 < len(argv) else None
-    return found
+def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return a command line without some flags and their values."""
+    kept = [use for use in uses_of(argv) if use.dashed not in flags]
+    return [word for use in kept for word in use.words]
 
 
 def is_folder(path: Path) -> bool:
@@ -110,7 +90,7 @@ def named(
         except ValueError as error:
             side.why_not = str(error)
         else:
-            if value_of(flags, "--data-path") is not None:  # do not write next to the data
+            if value_of(flags, "--data-path"):  # do not write next to the data
                 flags = (*flags, "--data-cache-path", str(work / "cache"))
             side.program = Program(tree, tree / PROGRAM, flags, world)
         return side
@@ -157,7 +137,7 @@ def _launched(before: Sequence[str]) -> str | None:
         if name == "WORLD_SIZE":
             return value
     found = value_of(before, "--nproc-per-node")
-    return found if found and found.isdigit() else os.environ.get("WORLD_SIZE")
+    return found if found.isdigit() else os.environ.get("WORLD_SIZE")
 
 
 def _least(argv: Sequence[str]) -> int:
@@ -200,7 +180,7 @@ def replay_flags(side: Named, start: Path | None) -> list[str]:
     start: the checkpoint's directory; None: where the run itself began.
     """
     assert side.program is not None
-    argv = without(side.program.argv, PLACES if start is None else {**PLACES, **BEGINS})
+    argv = without(side.program.argv, PLACES if start is None else PLACES | BEGINS)
     if start is not None:
         number = str(int(start.name.partition("_")[2]))
         argv += ["--load", str(start.parent), "--ckpt-step", number]
@@ -208,4 +188,4 @@ def replay_flags(side: Named, start: Path | None) -> list[str]:
     return argv
 
 
-__all__ = ["ROOT", "Named", "named", "replay_flags", "run_side", "value_of", "without"]
+__all__ = ["ROOT", "Named", "named", "replay_flags", "run_side", "without"]

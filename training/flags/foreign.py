@@ -53,6 +53,11 @@ class Use:
     joined: bool = False  # whether = joins the first value to the name
 
     @property
+    def dashed(self) -> str:
+        """Return the name with - for _, which a command line may have."""
+        return self.name.replace("_", "-")
+
+    @property
     def value(self) -> str:
         """Return the first value, "" if there is none."""
         return self.values[0] if self.values else ""
@@ -219,7 +224,7 @@ def value_of(argv: Sequence[str], name: str) -> str:
     for use in uses_of(argv):
         here, whole = (None, False) if use.name in live_flags() else _spelled(use.name, use.value)
         for each in [use] if here is None else _translated(use, here, whole, []):
-            value = each.value if each.name == name else value
+            value = each.value if each.dashed == name else value
     return value
 
 

@@ -19,7 +19,7 @@ from forecast.fit import available
 from forecast.planner import search, table
 from forecast.planner.cluster import FOLDER, Cluster, ClusterError, read_cluster
 from forecast.planner.layout import RECOMPUTE, SCHEDULES, Layout
-from forecast.planner.model import REST, read_model
+from forecast.planner.model import REST, last_of_each, read_model
 from forecast.planner.played import Worker
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
@@ -83,6 +83,11 @@ def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
     for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
         with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
             read_cluster(name)
+
+
+def test_the_last_of_each_flag_counts_in_either_spelling() -> None:
+    words = "--lr 1 --param-group *norm* frozen --lr=2 --param-group head.* frozen --bf16".split()
+    assert last_of_each(words) == words[2:]
 
 
 def test_a_long_search_says_how_far_it_is(searched: tuple[Plans, list[str]]) -> None:
