@@ -8,7 +8,7 @@ blend        several corpora, by weight
 megatron_order  the order of Megatron's data sets and blends; one_pass: each token once
 loader       global batches, cut for each data-parallel rank; workers, batch, context_part
 tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer; tokenizer_files
-hf_classes   the tokenizer classes of transformers; auto_tokenizer: files for its AutoTokenizer
+auto_tokenizer  the files for transformers.AutoTokenizer of a SentencePiece model
 token_texts  the bytes of text of each id; bytes_per_token counts them for bits per byte
 text_files   the files of text for preprocessing; shards, parquet, bad_documents
 made_with    PREFIX.json: the tokenizer that made a pair; loss_mask: the tokens that count

@@ -1,33 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a Hugging Face tokenizer.json, and the files next to it that define special tokens."""
+"""Read a Hugging Face tokenizer.json, and the files next to it, as transformers does."""
 
 import hashlib
 import json
 import os
-import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
-from training.data.hf_classes import (
-    BUILT,
-    DECODER,
-    OPTIONS,
-    Notes,
-    add_tokens,
-    built,
-    class_of,
-    content,
-    cuts,
-    stated,
-)
 from training.data.tik_tokenizer import LLAMA3, is_ranks
 from training.data.token_texts import texts_of
 from training.files.untrusted import parse_json
 
 IDS = "ids:"  # prefix of a digest that covers everything that determines ids, and nothing else
+JSON = "tokenizer.json"
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-ADDED, MODEL = "added_tokens.json", "config.json"
+ADDED, MODEL_CONFIG = "added_tokens.json", "config.json"
+VERSIONS = "fast_tokenizer_files"  # of CONFIG: files in place of JSON
+# a token's fields, and a BPE's settings, that determine ids
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+UNKNOWN = ("unk_token", "fuse_unk")
+OPTIONS = (*UNKNOWN, "byte_fallback", "ignore_merges", "continuing_subword_prefix",
+           "end_of_word_suffix", "max_input_chars_per_word")  # fmt: skip
+
+
+def of_model(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return a config.json with the fields that choose a tokenizer's class alone, {} if none do."""
+    found = {key: config.get(key) for key in ("model_type", "tokenizer_class") if config.get(key)}
+    return {MODEL_CONFIG: json.dumps(found).encode()} if found else {}
+
+
+def auto_tokenizer_of(files: Mapping[str, bytes], path: str, mute: bool = False) -> Any:
+    """Return the tokenizer that transformers.AutoTokenizer makes of a folder with these files.
+
+    files: {name: contents}; no other file of the user's folder is read, and code that comes with a
+    tokenizer is never run. path: that of the user's tokenizer.json. mute: see `calling`. Raises
+    ValueError, which begins with `path`.
+    """
+    config = json.loads(files.get(CONFIG, b"{}"))
+    if (versions := config.get(VERSIONS)) and versions != [JSON]:
+        raise ValueError(f"{path}: {CONFIG} lists {VERSIONS} {versions}, and only {JSON} is read")
+    try:
+        import transformers
+    except ImportError:
+        others = " and ".join(name for name in files if name != JSON)
+        raise ValueError(
+            f"{path}: transformers, which reads {others}, is not installed: pip install "
+            f"transformers, or give a folder with {JSON} alone"
+        ) from None
+    transformers.logging.set_verbosity_error()
+    what = f"{path}: transformers {transformers.__version__} cannot read this tokenizer"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            Path(folder, name).write_bytes(data)
+        try:
+            with calling(what, mute):
+                made = transformers.AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
+        except ValueError as error:
+            if code := config.get("auto_map"):
+                raise ValueError(
+                    f"{path}: auto_map {code} is code that comes with the tokenizer, which is "
+                    "never run; without auto_map, and with PreTrainedTokenizerFast as "
+                    f"tokenizer_class, {JSON} is read as it is"
+                ) from None
+            raise ValueError(str(error).replace(folder, os.path.dirname(path))) from None
+    if getattr(made, "backend_tokenizer", None) is None:
+        name = type(made).__name__
+        raise ValueError(f"{path}: tokenizer_class {name} is not one of the package tokenizers")
+    return made
 
 
 class HuggingFaceTokenizer:
@@ -46,62 +90,58 @@ class HuggingFaceTokenizer:
 
         self.name = "HuggingFaceTokenizer"
         if os.path.isdir(path):
-            path = os.path.join(path, "tokenizer.json")
+            path = os.path.join(path, JSON)
         if not os.path.lexists(path) and (others := _others(os.path.dirname(path))):
             raise ValueError(f"--tokenizer-model: there is no {path}, but {others}")
         self._bytes = read_model(path)
         with calling(f"--tokenizer-model {path} is not a tokenizer.json", mute=True):
-            raw = Model.from_buffer(self._bytes)
-            padding = raw.padding
-            raw.no_truncation()  # a document is taken whole, and nothing is added to it
-            raw.no_padding()
-            begun: Sequence[int | None] = raw.encode("").ids[:1]
-        files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, MODEL)]
-        paths, (self._config, *_), (config, special, added, model) = zip(*files, strict=True)
-        kind = class_of(config, model, b'"ByteLevel"' in self._bytes, paths[0])
-        before = cuts(raw)
-        self._model: Model = raw
-        if kind:
-            older = {} if config.get(DECODER) is not None else special
-            unk = older.get("unk_token") or config.get("unk_token", "")
-            self._model = built(raw, kind, config, unk, paths[0], model.get("model_type"))
+            self._model = raw = Model.from_buffer(self._bytes)
+        files, first = {JSON: self._bytes}, None  # first: what the files name as bos
+        for name in (CONFIG, SPECIAL, ADDED, MODEL_CONFIG):
+            if not os.path.exists(other := os.path.join(os.path.dirname(path), name)):
+                continue
+            data = read_model(other)
+            found = parse_json(data, other, foreign=True)
+            if not isinstance(found, dict):
+                raise ValueError(f"{other} is not a JSON object")
+            files |= of_model(found) if name == MODEL_CONFIG else {name: data}
+            if name in (CONFIG, SPECIAL):
+                first = first or found.get("bos_token")
+        self._config = files.get(CONFIG, b"{}")
+        ends: dict[str, str] = {}  # the texts of bos and eos
+        if len(files) > 1:
+            made = auto_tokenizer_of(files, path, mute=True)
+            self._model = made.backend_tokenizer
+            self._model.encode_special_tokens = bool(made.split_special_tokens)
+            named = {"bos": made.bos_token, "eos": made.eos_token}
+            ends = {name: text for name, text in named.items() if text is not None}
+        for each in (raw, self._model):
+            each.no_truncation()  # a document is taken whole, and nothing is added to it
+            each.no_padding()
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
                 f"{path}: its BPE has dropout {dropout:.3g}, which tokenizes a text differently "
                 "each time: set dropout to null"
             )
-        notes = Notes(config, special, added, self._listed(), padding, paths[:3])
         with calling(f"--tokenizer-model {path}", mute=True):
-            named = add_tokens(self._model, kind, notes)
+            begun = self._model.encode("").ids[:1]
             vocabulary = self._model.get_vocab(with_added_tokens=True)
         have = self._model.get_added_tokens_decoder()
         self._cuts = cuts(self._model)
-        self._as_file = self._cuts == before  # tokenizer.json alone gives the same ids
+        self._as_file = self._cuts == cuts(raw)  # tokenizer.json alone gives the same ids
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special_texts = [token.content for token in have.values() if token.special]
 
-        def token_id(key: str, usual: Sequence[str]) -> int | None:
-            texts = [named[key]] if key in named else [t for t in usual if t in special_texts]
+        def token_id(name: str, usual: Sequence[str]) -> int | None:
+            texts = [ends[name]] if name in ends else [t for t in usual if t in special_texts]
             return self._model.token_to_id(texts[0]) if len(texts) == 1 else None
 
-        self.bos, self.eod = token_id("bos_token", self.BOS), token_id("eos_token", self.EOD)
-        if kind and (starts := BUILT[kind].starts) is not None:
-            begun = [self._model.token_to_id(named.get(starts, ""))]
+        self.bos, self.eod = token_id("bos", self.BOS), token_id("eos", self.EOD)
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
         # bos as in earlier versions, which also took a token that is not special
-        first = content(config.get("bos_token") or special.get("bos_token"))
-        ids = (raw.token_to_id(text) for text in ([first] if first is not None else self.BOS))
+        text = first.get("content") if isinstance(first, dict) else first
+        ids = (raw.token_to_id(each) for each in ([str(text)] if text is not None else self.BOS))
         self._bos = next((i for i in ids if i is not None), None)
-
-    def _in_same_folder(self, path: str, name: str) -> tuple[str, bytes, dict[str, Any]]:
-        """Return the path, bytes and object of a file next to tokenizer.json, {} without it."""
-        other, data = os.path.join(os.path.dirname(path), name), b"{}"
-        if os.path.exists(other):
-            data = read_model(other)
-        found = parse_json(data, other, foreign=True)
-        if not isinstance(found, dict):
-            raise ValueError(f"{other} is not a JSON object")
-        return other, data, found
 
     def _parsed(self) -> dict[str, Any]:
         """Return the object in tokenizer.json, {} if only the library can parse it."""
@@ -110,16 +150,6 @@ class HuggingFaceTokenizer:
         except ValueError:
             return {}
         return found
-
-    def _listed(self) -> list[dict[str, Any]]:
-        """Return the file's added_tokens, without parsing its vocabulary, which takes long."""
-        at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', self._bytes)
-        try:
-            text = self._bytes[at.end() :].decode() if at else "[]"
-            listed: list[dict[str, Any]] = json.JSONDecoder().raw_decode(text)[0]
-        except ValueError:
-            return []  # only the library can parse it
-        return listed
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text, after bos if asked for."""
@@ -177,6 +207,43 @@ class HuggingFaceTokenizer:
     def sha256(self) -> str:
         """Return the SHA-256 of tokenizer.json."""
         return hashlib.sha256(self._bytes).hexdigest()
+
+
+def _has_bytes(model: Any, byte_fallback: bool) -> bool:
+    """Return whether a BPE has a piece for each byte, so that no text is unknown to it."""
+    from tokenizers import pre_tokenizers
+
+    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = letters if byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    return all(model.token_to_id(letter) is not None for letter in letters)
+
+
+def cuts(model: Any) -> dict[str, Any]:
+    """Return the settings of a tokenizers.Tokenizer that determine ids, besides the vocabulary.
+
+    The result does not depend on how files spell them: settings that are off, or only affect
+    offsets, are left out. The merges are not part of it either.
+    """
+    options = {key: getattr(model.model, key, None) for key in OPTIONS}
+    parts = {part: getattr(model, part) for part in ("normalizer", "pre_tokenizer")}
+    states = {k: json.loads(v.__getstate__()) for k, v in parts.items() if v is not None}
+    fallback = bool(options["byte_fallback"])
+    if (fallback or "ByteLevel" in str(states)) and _has_bytes(model.model, fallback):
+        options |= dict.fromkeys(UNKNOWN)
+    tokens, split = model.get_added_tokens_decoder(), model.encode_special_tokens
+    flags = FLAGS if split else FLAGS[:-1]  # that determine matches in a text
+    added = [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
+    found: dict[str, Any] = stated({**options, **states, "split_special_tokens": split})
+    return {**found, "added_tokens": added}
+
+
+def stated(value: Any) -> Any:
+    """Return a JSON value without fields that are off or only affect offsets."""
+    if isinstance(value, dict):
+        fields = value.items()
+        return {k: stated(v) for k, v in fields if v not in ("", None) and v is not False
+                and k != "trim_offsets"}  # fmt: skip
+    return [stated(v) for v in value] if isinstance(value, list) else value
 
 
 def _others(folder: str) -> str:

@@ -11,18 +11,27 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from training.data.hf_classes import class_of
-from training.data.hf_tokenizer import ADDED, CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
+from training.data.hf_tokenizer import (
+    ADDED,
+    CONFIG,
+    IDS,
+    JSON,
+    MODEL_CONFIG,
+    SPECIAL,
+    HuggingFaceTokenizer,
+    auto_tokenizer_of,
+    of_model,
+)
 from training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from training.files.untrusted import open_plain, read_json
 
 STANDARD = {  # the name that a type's own file has in a Hugging Face directory
-    "HuggingFaceTokenizer": "tokenizer.json",
+    "HuggingFaceTokenizer": JSON,
     "GPT2BPETokenizer": "vocab.json",
 }
 MODEL = "tokenizer.model"  # the name for all other types
 TOKENIZER_FILES = (
-    *("tokenizer.json", MODEL, CONFIG, SPECIAL, ADDED, "vocab.json", "merges.txt"),
+    *(JSON, MODEL, CONFIG, SPECIAL, ADDED, "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 
@@ -54,33 +63,37 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
 
 
 def with_class(
-    files: dict[str, bytes], here: str | None, there: str | None = None, own: str = "tokenizer.json"
+    files: dict[str, bytes], here: str | None, there: str | None = None, own: str = JSON
 ) -> dict[str, bytes]:
     """Return a tokenizer's files, changed so that another folder reads them as this one does.
 
-    A folder's config.json may choose the class that reads `own`. If the other folder's chooses a
-    different one, tokenizer_config.json names the class. here: this folder, None if it has no
+    A folder's config.json may choose the class that reads `own`. If the other folder's has another
+    model_type, tokenizer_config.json names the class. here: this folder, None if it has no
     config.json. there: the model_type in the other folder's config.json, None if it has none, as a
     checkpoint.
     """
-    model = {}
     try:
-        if here is not None and os.path.isfile(path := os.path.join(here, "config.json")):
-            model = read_json(path, foreign=True)
-        config, bytes_ = json.loads(files.get(CONFIG, b"{}")), b'"ByteLevel"' in files[own]
-        name = class_of(config, model, bytes_, CONFIG)
-        if name == class_of(config, {"model_type": there}, bytes_, CONFIG):
+        read = {JSON: files[own], **{n: files[n] for n in (CONFIG, SPECIAL, ADDED) if n in files}}
+        if here is not None and os.path.isfile(path := os.path.join(here, MODEL_CONFIG)):
+            read |= of_model(read_json(path, foreign=True))
+        model = json.loads(read.get(MODEL_CONFIG, b"{}"))
+        if model.get("model_type") == there:
             return files
+        name = type(auto_tokenizer_of(read, own)).__name__ if len(read) > 1 else ""
+        config = json.loads(files.get(CONFIG, b"{}"))
     except (LookupError, ValueError, AttributeError):
         return files  # not of this kind, or its reader reports what is wrong
-    config["tokenizer_class"] = name or "PreTrainedTokenizerFast"
+    name = "PreTrainedTokenizerFast" if name in ("", "TokenizersBackend") else name
+    if str(config.get("tokenizer_class")).removesuffix("Fast") == name.removesuffix("Fast"):
+        return files
+    config["tokenizer_class"] = name
     return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def heads_of(directory: str) -> dict[str, bytes]:
     """Return the beginnings of the files that determine a directory's tokenizer (tokenizer_of)."""
     heads = {}
-    for name in ("tokenizer.json", MODEL):
+    for name in (JSON, MODEL):
         if os.path.isfile(at := os.path.join(directory, name)):
             with open_plain(at) as file:
                 heads[name] = file.read(1000)

@@ -177,7 +177,7 @@ def test_hugging_face_config_names_the_special_tokens(tmp_path):
     path = make_tokenizer_json(tmp_path, bos="<go>", eod="<stop>")
     bare = HuggingFaceTokenizer(path)
     assert bare.bos is None and bare.eod is None
-    config = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}}
+    config = {"bos_token": "<go>", "eos_token": {"__type": "AddedToken", "content": "<stop>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     configured = HuggingFaceTokenizer(path)
     assert (configured.bos, configured.eod) == (256, 257) and configured.digest() != bare.digest()

@@ -298,7 +298,7 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
 def test_rewinds_that_do_not_help_end_the_run(go: Any, tmp_path: Path, monkeypatch: Any) -> None:
     after_step(monkeypatch, set(range(4, 30)), spoil_gradient(NAN), once=False)
     said = go("--train-iters 30 --save-interval 3 --save {tmp}/saved --on-nan rewind", code=1)
-    assert "going back to iteration 3 did not help 3 times" in said
+    assert "going back to iteration 3 3 times did not help" in said
     assert steps(tmp_path) == [0, 3]
 
 
