@@ -15,7 +15,7 @@ takes.test         := JOBS
 takes.prove        := PART
 takes.chaos        := CASES SEED MINUTES KINDS ONLY OUT
 takes.rehearse     := WORLD RANK DEVICE EXAMPLE ARGS
-takes.explain      := TP CP CP_COMM DP PP ZERO LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 EXPERTS EP DISPATCHER SHARED OVERLAP OPTIMIZER TIMELINE
+takes.explain      := TP CP CP_COMM DP PP ZERO LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 EXPERTS EP DISPATCHER SHARED OVERLAP OPTIMIZER TIMELINE ARGS
 takes.fork-check   := MODEL ONLY ARGS
 takes.bench        := CASES COMPILE
 takes.bench-pipeline := CASES
@@ -97,12 +97,12 @@ chaos: setup ## play a seeded storm of faults of every kind on real runs, as roo
 rehearse: setup ## run one rank's steps of an example on a GPU without memory: launches, memory, traffic, time, mistakes (WORLD=8 RANK=0 DEVICE=h100 EXAMPLE=llama3_8b_one_node.sh ARGS="--more-flags")
 	@WORLD_SIZE=$(or $(call given,WORLD),8) LAUNCH=$(RUN) bash examples/$(or $(call given,EXAMPLE),llama3_8b_one_node.sh) --rehearse $(call flag,RANK,--rehearse-rank) $(call flag,DEVICE,--rehearse-device) $(call given,ARGS)
 
-explain: setup ## print every collective and message of one tiny step (TP=2 CP=2 CP_COMM=a2a DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=tensorwise EXPERTS=4 EP=2 DISPATCHER=alltoall SHARED=1 OVERLAP=1 OPTIMIZER=muon ...), and draw it (TIMELINE=step.svg)
+explain: setup ## print every collective and message of one tiny step (TP=2 CP=2 CP_COMM=a2a DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=tensorwise EXPERTS=4 EP=2 DISPATCHER=alltoall SHARED=1 OVERLAP=1 OPTIMIZER=muon ARGS="--more-flags"), and draw it (TIMELINE=step.svg)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,CP,--cp) $(call flag,CP_COMM,--cp-comm-type) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel) \
 	  $(call flag,FP8,--fp8-recipe) $(call flag,EXPERTS,--num-experts) $(call flag,EP,--ep) $(call flag,DISPATCHER,--dispatcher) $(if $(filter 1,$(call given,SHARED)),--shared-expert) $(call flag,OPTIMIZER,--optimizer) \
-	  $(if $(filter 1,$(call given,OVERLAP)),--overlap-moe-expert-parallel-comm) $(call flag,TIMELINE,--timeline)
+	  $(if $(filter 1,$(call given,OVERLAP)),--overlap-moe-expert-parallel-comm) $(call flag,TIMELINE,--timeline) $(call given,ARGS)
 
 fork-check: setup ## check a model's file: one rank against every kind of layout, 1 to 2 minutes (MODEL=path/to/fork.py ONLY="tp 2; dp 2" ARGS="--own-flag 3")
 	@$(RUN) tools/fork_check.py $(call flag,MODEL,--model) $(if $(call given,ONLY),--only "$(ONLY)") $(if $(call given,ARGS),-- $(ARGS))

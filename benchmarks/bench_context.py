@@ -40,13 +40,13 @@ sys.path.insert(0, str(ROOT))
 import pretrain_llama  # noqa: E402
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import command, model_flags, output  # noqa: E402
+from forecast.rehearsal.run import loader  # noqa: E402
 from mpu.comm.p2p import exchange  # noqa: E402
 from mpu.comm.transport import Axis, Label  # noqa: E402
 from mpu.launch import Launch  # noqa: E402
 from mpu.layers.attention.block_attention import attend, attend_backward, outputs  # noqa: E402
 from mpu.layers.attention.blocks import Block, blocks  # noqa: E402
 from mpu.layers.attention.shards import gather_blocks, shards  # noqa: E402
-from tools.explain import micro_batches  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.model_profile import make_grid  # noqa: E402
@@ -163,7 +163,8 @@ def end_of_link(tokens: int, calls: int) -> dict[str, Any]:
     grid.connect(torch.device("cpu"), meet(timeout, launch), timeout)
     grid.traced(trace)
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
-    batches, steps, waits = micro_batches(config, grid), list[float](), list[list[float]]()
+    batches = loader(config, grid).next_global_batch(0, config.batch.global_batch_size)
+    steps, waits = list[float](), list[list[float]]()
     for _ in range(WARM + calls):
         trace.found, begin = [], time.perf_counter()
         pretrain_llama.train_step(run, batches, config.optimizer.lr)

@@ -361,7 +361,7 @@ def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("explain TPP=2", "TPP=2: make explain takes no TPP: it takes CP CP_COMM "),
+        ("explain TPP=2", "TPP=2: make explain takes no TPP: it takes ARGS CP CP_COMM "),
         ("train CP=2 TP=2", "CP=2: make train takes no CP: it takes DATA ITERS JSON_KEYS "),
         ("train tp=2", "tp=2: make train takes no tp; did you mean TP?"),
         ("train DATA=", "DATA= is empty: give it a value, or leave it out"),

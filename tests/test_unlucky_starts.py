@@ -149,7 +149,7 @@ def there(*args, **named):
 setattr(owner, name, there)
 pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[1:]), None)
 """
-PHASES = """training.flags.parse._read pretrain_llama.parse pretrain_llama.make_grid
+PHASES = """training.flags.parse.read pretrain_llama.parse pretrain_llama.make_grid
     training.run.start.choose_device pretrain_llama.prepare training.run.start.tokenizer_for
     training.run.start.build_loaders training.data.build.Loaders pretrain_llama.connect
     pretrain_llama.build pretrain_llama.Optimizer training.run.saver.Saver.begin

@@ -9,8 +9,10 @@
     python tools/explain.py --tp 2 --dp 2 --zero 1 --optimizer muon
     python tools/explain.py --cp 2 --cp-comm-type all_gather
     python tools/explain.py --tp 2 --dp 2 --timeline step.svg
+    python tools/explain.py --dp 2 --model-file my_model.py --grad-reduce-in-bf16
 
-It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
+The flags are those of pretrain_llama.py; the ones that are not given are those of a small Llama 3
+on mock data. It starts tp x cp x dp x pp processes on this machine, builds the model with
 pretrain_llama.build and runs pretrain_llama.train_step. The output is observed, not computed: a
 trace of the grid records each collective and message, with the label that its caller gave it, and a
 TorchDispatchMode records the operations around it. At the end, the totals are compared with those
@@ -33,7 +35,6 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -43,32 +44,43 @@ from forecast.explainer.ops import Operations
 from forecast.explainer.text import head, in_order, pipeline, rule, story, sums
 from forecast.explainer.timeline import Streams, streams, streams_of
 from forecast.explainer.trace import Explainer
+from forecast.rehearsal.run import loader
 from forecast.traffic import Totals, totals, traffic
+from model.load import own_flags
 from mpu.comm.collectives import gather_bytes
-from mpu.grid import ORDER, Grid
+from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.delayed import AmaxHistory
-from mpu.layers.float8.rows import BLOCKS, RECIPES
-from mpu.pipeline.schedules import CHUNKS, NAMES
+from mpu.layers.float8.rows import BLOCKS
+from mpu.pipeline.schedules import CHUNKS
 from mpu.torch_private import running_node
 from pretrain_llama import build, train_step
-from tools.command_line import Parser, error_line
+from tools.command_line import Parser, error_line, integer
 from tools.pictures.streams import draw
 from tools.pictures.style import check_name
-from training.data.batch import Batch, DocumentRules, make_batch
-from training.data.context_part import context_part
-from training.data.mock import MockDataset
-from training.flags.parse import parse
+from training.flags.foreign import uses_of
+from training.flags.parse import model_file, parse, read
 from training.run.model_profile import make_grid
 from training.run.pipeline_stages import describe_stages
 from training.run.stop import Agreement
 from training.run.waiting import waiting
-from training.settings import batch_size
 from training.settings.config import Config
-from training.settings.update_rules import RULES
+from training.settings.pipeline_schedule import VIRTUAL
 
 MOST_RANKS = 16
+SHORT = {
+    "--tp": "--tensor-model-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--zero": "--zero-stage",
+    "--schedule": "--pipeline-schedule",
+    "--layers": "--num-layers",
+    "--dispatcher": "--moe-token-dispatcher-type",
+    "--tied": "--untie-embeddings-and-output-weights=false",
+    "--no-sequence-parallel": "--sequence-parallel=false",
+    "--shared-expert": "--moe-shared-expert-intermediate-size=80",
+}
 ABOUT = (
     "What is below one another happens at the same time. The order was observed; lengths are not "
     "times. scatter: reduce-scatter."
@@ -90,82 +102,6 @@ class Explained(NamedTuple):
     streams: list[Streams]
 
 
-def tiny(
-    tp: int,
-    dp: int,
-    pp: int = 1,
-    *,
-    schedule: str = "1f1b",
-    layers: int | None = None,
-    micro_batches: int | None = None,
-    sequence_parallel: bool = True,
-    tied: bool = False,
-    zero: int = 0,
-    ahead: bool = True,
-    overlap: bool = True,
-    cp: int = 1,
-    more: Sequence[str] = (),
-) -> Config:
-    """Return the config of a small Llama 3 in the given layout, with small gradient buckets.
-
-    Defaults: two layers, or one a stage; a micro-batch for each pipeline rank; gradients are summed
-    during backward (overlap); weights are gathered ahead of their use (ahead, with `zero`). `more`
-    adds flags of pretrain_llama.py. Raises UsageError if the layout does not work.
-    """
-    groups, chunks = -(-2 // tp) * tp, CHUNKS.get(schedule, 1)
-    block = max(BLOCKS.get(word, 0) for word in ("", *more))  # elements of a scale, in float8
-    sizes = {
-        "--num-layers": layers or max(2, pp * chunks),
-        "--hidden-size": 32 * groups,
-        "--ffn-hidden-size": 80 * groups,
-        "--num-attention-heads": 2 * groups,
-        "--num-query-groups": groups,
-        "--seq-length": -(-16 // tp) * tp * cp,
-        "--vocab-size": 500,
-        "--micro-batch-size": 2,
-        "--global-batch-size": 2 * dp * (micro_batches or pp),
-        "--tensor-model-parallel-size": tp,
-        "--context-parallel-size": cp,
-        "--pipeline-model-parallel-size": pp,
-        "--pipeline-schedule": schedule,
-        "--num-virtual-stages-per-pipeline-rank": chunks,
-        "--ddp-bucket-size": 16384,
-        "--train-iters": 1,
-        "--lr": 1e-3,
-        "--device": "cpu",
-    }
-    if block:
-        sizes |= {"--hidden-size": block * groups, "--ffn-hidden-size": 2 * block * groups}
-        length = block * tp * cp if cp > 1 else block * tp // 2
-        sizes |= {"--kv-channels": block, "--seq-length": length}
-    switches = ["--mock-data", "--group-query-attention"]
-    if overlap:
-        switches.append("--overlap-grad-reduce")
-    if zero:
-        sizes["--zero-stage"] = zero
-        switches += ["--overlap-param-gather"] if ahead else []
-    if not tied:
-        switches.append("--untie-embeddings-and-output-weights")
-    if sequence_parallel:
-        switches.append("--sequence-parallel")
-    values = [str(word) for pair in sizes.items() for word in pair]
-    return parse([*values, *switches, *more], tp * cp * dp * pp)
-
-
-def micro_batches(config: Config, grid: Grid) -> list[Batch]:
-    """Return this rank's part of mock micro-batches."""
-    m, b = config.model, config.batch.micro_batch_size
-    assert m.vocab_size is not None, "tiny gives it"
-    data = MockDataset("train", m.seq_length, config.run.seed, m.vocab_size, None)
-    count = batch_size.micro_batches(config, 0)
-    firsts = range(grid.dp.rank * count * b, (grid.dp.rank + 1) * count * b, b)
-    rows = [np.stack([data.sample(first + i) for i in range(b)]) for first in firsts]
-    return [
-        context_part(make_batch(each, DocumentRules(), first), grid.cp.rank, grid.cp.size)
-        for each, first in zip(rows, firsts, strict=True)
-    ]
-
-
 def explain(config: Config, grid: Grid) -> Explained:
     """Run one step over a connected grid and return its traffic. Every rank calls it.
 
@@ -177,7 +113,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     try:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
-        batches = micro_batches(config, grid)
+        batches = loader(config, grid).next_global_batch(0, config.batch.global_batch_size)
         if run.sink.zero_stage or run.sink.state_of(AmaxHistory):  # the first step differs
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
@@ -246,77 +182,68 @@ def _rank(rank: int, config: Config, port: int) -> None:
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
-    """Return the config of the step for a command line, and the file of --timeline. Raises
-    ValueError with one sentence.
+    """Return the config of the step for a command line, and the file of --timeline.
+
+    The sizes that are not given fit the layout, and gradient buckets are small. Raises ValueError
+    with one sentence.
     """
-    parser = Parser(__doc__)
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
-    parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="default: p2p")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
-    parser.add_argument("--rank-order", default="-".join(ORDER), help="axes, fastest first")
-    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="pipeline schedule")
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO stage")
-    parser.add_argument("--layers", type=int, help="default: 2, or one per stage")
-    parser.add_argument("--micro-batches", type=int, help="default: one per pipeline rank")
-    parser.add_argument("--tied", action="store_true", help="tie embedding and head")
-    parser.add_argument("--no-sequence-parallel", action="store_true")
-    parser.add_argument("--recompute-granularity", choices=("selective", "full"))
-    parser.add_argument(
-        "--fp8-recipe", choices=[*RECIPES], help="layers' matmuls in float8, the rest in bf16"
-    )
-    parser.add_argument("--num-experts", type=int, help="per layer; tokens are spread evenly")
-    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
-    parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
-    parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="default: adam")
-    parser.add_argument(
-        "--overlap-moe-expert-parallel-comm", action="store_true",
-        help="run a forward during a backward; needs --micro-batches of at least 2",
-    )  # fmt: skip
-    parser.add_argument("--shared-expert", action="store_true", help="an expert for every token")
+    names = "".join(f"\n  {short:<24}{flag}" for short, flag in SHORT.items())
+    parser = Parser(__doc__, epilog=f"and each flag of pretrain_llama.py; short names:{names}")
+    parser.add_argument("--dp", type=integer(1), default=1, help="data-parallel ranks")
+    parser.add_argument("--micro-batches", type=integer(1), help="default: one per pipeline rank")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the step: .svg or .png")
-    a = parser.parse_args(argv)
+    a, typed = parser.parse_known_args(argv)
     if a.timeline:
         check_name(a.timeline)
-    for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
-        if getattr(a, flag) is not None and getattr(a, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
-    if (world := a.tp * a.cp * a.dp * a.pp) > MOST_RANKS:
-        sizes = " x ".join(f"--{axis} {getattr(a, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+    parts = [word.partition("=") for word in typed]
+    words = [SHORT.get(name, name) + equals + value for name, equals, value in parts]
+    extra = own_flags(model_file(words))
+    given = read(words, extra)[0]
+    if given.keys() & {"--device", "--global-batch-size"}:
+        raise ValueError("--device is cpu here, and --micro-batches gives --global-batch-size")
+    tp, cp, pp = (given.get(SHORT[axis], 1) for axis in ("--tp", "--cp", "--pp"))
+    if (world := tp * cp * a.dp * pp) > MOST_RANKS:
         raise ValueError(
-            f"{sizes} is {world} processes on this machine, and at most {MOST_RANKS} are allowed: "
-            "2 ranks per axis show the same order of collectives"
+            f"--tp {tp} x --cp {cp} x --dp {a.dp} x --pp {pp} is {world} processes on this machine,"
+            f" and at most {MOST_RANKS} are allowed: 2 ranks per axis show the same order of "
+            "collectives"
         )
-    more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
-    if a.recompute_granularity:
-        more += ["--recompute-granularity", a.recompute_granularity]
-    if a.fp8_recipe:
-        more += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", a.fp8_recipe]
-    if a.num_experts:
-        more += ["--num-experts", str(a.num_experts), "--moe-router-force-load-balancing"]
-        more += ["--moe-token-dispatcher-type", a.dispatcher, "--expert-tensor-parallel-size", "1"]
-        more += ["--moe-shared-expert-intermediate-size", "80"] * a.shared_expert
-    if a.overlap_moe_expert_parallel_comm:
-        more.append("--overlap-moe-expert-parallel-comm")
-    if a.ep > 1:
-        more += ["--expert-model-parallel-size", str(a.ep)]
-    if a.optimizer != "adam":
-        more += ["--optimizer", a.optimizer]
-    config = tiny(
-        a.tp,
-        a.dp,
-        a.pp,
-        schedule=a.schedule,
-        layers=a.layers,
-        micro_batches=a.micro_batches,
-        sequence_parallel=not a.no_sequence_parallel,
-        tied=a.tied,
-        zero=a.zero,
-        cp=a.cp,
-        more=more,
-    )
-    return config, a.timeline
+    groups = -(-2 // tp) * tp
+    chunks = given.get(VIRTUAL, CHUNKS[given.get("--pipeline-schedule", "1f1b")])
+    rows = given.get("--micro-batch-size", 2)
+    tiny = {
+        "--num-layers": max(2, pp * chunks),
+        "--hidden-size": 32 * groups,
+        "--ffn-hidden-size": 80 * groups,
+        "--num-attention-heads": 2 * groups,
+        "--num-query-groups": groups,
+        "--group-query-attention": True,
+        "--untie-embeddings-and-output-weights": True,
+        "--seq-length": -(-16 // tp) * tp * cp,
+        "--vocab-size": 500,
+        "--mock-data": True,
+        "--micro-batch-size": rows,
+        "--global-batch-size": rows * a.dp * (a.micro_batches or pp),
+        VIRTUAL: chunks,
+        "--sequence-parallel": True,
+        "--ddp-bucket-size": 16384,
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": given.get("--zero-stage", 0) > 0,
+        "--train-iters": 1,
+        "--lr": 1e-3,
+        "--device": "cpu",
+    }
+    if recipe := given.get("--fp8-recipe"):
+        tiny |= {"--bf16": True, "--fp8-format": "hybrid"}
+        if block := BLOCKS.get(recipe):  # elements of a scale
+            tiny |= {"--hidden-size": block * groups, "--ffn-hidden-size": 2 * block * groups}
+            length = block * tp * cp if cp > 1 else block * tp // 2
+            tiny |= {"--kv-channels": block, "--seq-length": length}
+    if "--num-experts" in given:
+        tiny |= {"--moe-router-force-load-balancing": True, "--expert-tensor-parallel-size": 1}
+    chosen = {*given, *(use.dashed for use in uses_of(words))}  # also a switch that is false
+    rest = [f"{flag}={value}" for flag, value in tiny.items() if flag not in chosen]
+    return parse([*rest, *words], world, extra), a.timeline
 
 
 def draw_timeline(text: str, seen: Sequence[Any], path: Path) -> None:

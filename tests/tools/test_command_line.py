@@ -38,7 +38,7 @@ TYPED = [  # a tool, what is typed, what the message holds
     (plot_loss, "a.jsonl --out a.png", "--out (did you mean --output?)"),
     (preprocess_data, "--input a --output b", "--output (did you mean --output-prefix?)"),
     (checkpoint, "convert --load-dir a", "--load-dir (did you mean --load?)"),
-    (explain, "--tensor-model-parallel-size 2 --zero-stage 1", "(did you mean --tp?); --zero-stag"),
+    (explain, "--micro-batches 0", "--micro-batches: 0 must be a whole number from 1"),
     (generate, "--load x --banana 3", "not a flag of this tool: --banana\n"),
 ]
 

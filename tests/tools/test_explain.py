@@ -20,98 +20,106 @@ from mpu.grid import Grid
 from mpu.pipeline.schedules import NAMES, build
 from mpu.pipeline.simulate import Costs, simulate
 from mpu.pipeline.steps import plan
-from tools.explain import draw_timeline, explain, main, read_arguments, tiny
+from tests.sampling import sampled
+from tools.explain import draw_timeline, explain, main, read_arguments
 from tools.pictures.style import shapes
 from training.run import waiting
 from training.settings import batch_size
 from training.settings.pipeline_schedule import schedule_of
+from training.settings.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "parallelism.md"
 PIPELINE = DOCUMENT.with_name("pipeline.md")
-FULL = ("--recompute-granularity", "full")
-FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
-ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
-FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
-CASES = [  # tp, dp, the rest of tiny's arguments
-    (2, 1, {}),
-    (2, 1, {"sequence_parallel": False}),
-    (2, 1, {"micro_batches": 3, "layers": 1}),
-    (2, 1, {"more": FULL}),
-    (2, 1, {"more": FULL, "sequence_parallel": False, "micro_batches": 3}),
-    (2, 1, {"more": (*FULL, "--recompute-method", "block"), "layers": 3}),
-    (2, 1, {"more": ("--recompute-granularity", "selective")}),
-    (2, 1, {"more": ("--bf16",)}),
-    (2, 1, {"more": ("--fused-linear-cross-entropy",)}),
-    (2, 1, {"more": (*ONE_HEAD, "--bf16", *FULL), "micro_batches": 2}),
-    (2, 2, {"more": (*ONE_HEAD, *WIDE, *FLOAT8, "rowwise"), "sequence_parallel": False}),
-    (1, 2, {}),
-    (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
-    (2, 2, {"micro_batches": 3}),
-    (2, 2, {"sequence_parallel": False, "more": ("--fp64", *FULL)}),
-    (2, 1, {"more": (*FLOAT8, "tensorwise")}),
-    (2, 2, {"more": (*FLOAT8, "delayed")}),
-    (2, 1, {"more": (*FLOAT8, "rowwise", *FIRST, *FULL), "layers": 3}),
-    (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
-    (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),
-    (2, 1, {"more": (*FLOAT8, "blockwise")}),
-    (2, 2, {"more": (*FLOAT8, "rowwise"), "zero": 1}),
-    (1, 2, {"more": (*FLOAT8, "blockwise"), "zero": 3, "micro_batches": 3}),
-    (2, 2, {"more": (*FLOAT8, "tensorwise", *FULL), "zero": 3}),
-    (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
-    (2, 2, {"more": (*ONE_HEAD, "--qk-clip", "--output-z-loss-coeff", "1e-4")}),
+FULL = "--recompute-granularity full"
+ONE_HEAD = "--num-query-groups 1"
+FIRST = "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0"
+CASES = [
+    "--tp 2",
+    "--tp 2 --no-sequence-parallel",
+    "--tp 2 --micro-batches 3 --layers 1",
+    f"--tp 2 {FULL}",
+    f"--tp 2 {FULL} --no-sequence-parallel --micro-batches 3",
+    f"--tp 2 {FULL} --recompute-method block --layers 3",
+    "--tp 2 --recompute-granularity selective",
+    "--tp 2 --bf16",
+    "--tp 2 --fused-linear-cross-entropy",
+    f"--tp 2 {ONE_HEAD} --bf16 {FULL} --micro-batches 2",
+    f"--tp 2 --dp 2 {ONE_HEAD} --kv-channels 32 --fp8-recipe rowwise --no-sequence-parallel",
+    "--dp 2",
+    "--dp 2 --micro-batches 3 --bf16",
+    "--tp 2 --dp 2 --micro-batches 3",
+    f"--tp 2 --dp 2 --no-sequence-parallel --fp64 {FULL}",
+    "--tp 2 --fp8-recipe tensorwise",
+    "--tp 2 --dp 2 --fp8-recipe delayed",
+    f"--tp 2 --fp8-recipe rowwise {FIRST} {FULL} --layers 3",
+    "--tp 2 --fp8-recipe rowwise --fp8-wgrad-bf16 --micro-batches 2",
+    "--tp 2 --fp8-recipe tensorwise --no-sequence-parallel",
+    "--tp 2 --fp8-recipe blockwise",
+    "--tp 2 --dp 2 --fp8-recipe rowwise --zero 1",
+    "--dp 2 --fp8-recipe blockwise --zero 3 --micro-batches 3",
+    f"--tp 2 --dp 2 --fp8-recipe tensorwise {FULL} --zero 3",
+    f"--tp 2 --dp 2 --fp8-recipe mxfp8 {FULL}",
+    f"--tp 2 --dp 2 {ONE_HEAD} --qk-clip --output-z-loss-coeff 1e-4",
 ]
-GATHER = ("--cp-comm-type", "all_gather")
-CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
-    (2, 1, 1, {"cp": 2, "layers": 3, "more": GATHER}),
-    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*GATHER, *FULL, "--bf16"), "zero": 1}),
-    (4, 1, 1, {"cp": 4, "more": ("--cp-comm-type", "a2a"), "micro_batches": 2}),
-    (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
-    (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
-    (2, 1, 1, {"cp": 2, "more": (*FLOAT8, "tensorwise", *FULL), "micro_batches": 2}),
-    (2, 1, 1, {"cp": 2, "more": (*FLOAT8, "blockwise")}),
-    (4, 2, 1, {"cp": 2, "more": (*FLOAT8, "rowwise")}),
+CONTEXT = [
+    "--cp 2 --layers 3 --cp-comm-type all_gather",
+    f"--cp 2 --layers 3 --cp-comm-type all_gather {FULL} --bf16 --zero 1",
+    "--cp 4 --cp-comm-type a2a --micro-batches 2",
+    "--tp 2 --cp 2 --recompute-granularity selective",
+    "--dp 2 --cp 2 --cp-comm-type a2a --zero 3",
+    f"--cp 2 --fp8-recipe tensorwise {FULL} --micro-batches 2",
+    "--cp 2 --fp8-recipe blockwise",
+    "--tp 2 --cp 2 --fp8-recipe rowwise",
 ]
-PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
-    (2, 1, 1, "gpipe", {"micro_batches": 3}),
-    (2, 1, 1, "1f1b", {"micro_batches": 1, "tied": True}),
-    (2, 1, 1, "interleaved", {"layers": 5, "more": FULL}),
-    (2, 1, 1, "zb-v", {"micro_batches": 3, "tied": True}),
-    (2, 1, 1, "v-half", {"more": ("--bf16",)}),
-    (2, 1, 1, "1f1b", {"layers": 3, "more": ("--pipeline-model-parallel-layout", "E|tttL")}),
-    (2, 2, 1, "zb-h1", {"micro_batches": 3, "tied": True}),
-    (2, 2, 1, "zb-h1", {"more": ("--fused-linear-cross-entropy",)}),
-    (
-        2,
-        2,
-        1,
-        "1f1b",
-        {
-            "more": (
-                "--fused-linear-cross-entropy",
-                "--defer-embedding-wgrad-compute",
-            )
-        },
-    ),
-    (2, 2, 1, "zb-v", {"tied": True, "more": FULL}),
-    (2, 2, 1, "interleaved", {"sequence_parallel": False, "tied": True}),
-    (2, 1, 2, "1f1b", {"tied": True, "micro_batches": 3, "more": ("--fp64",)}),
-    (2, 1, 2, "v-half", {"layers": 6}),
-    (4, 1, 1, "interleaved", {}),
-    (4, 1, 1, "zb-h1", {"tied": True}),
-    (2, 2, 1, "zb-h1", {"more": (*FLOAT8, "tensorwise", *FIRST)}),
-    (2, 2, 1, "zb-h1", {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16")}),
+PIPELINES = [
+    "--pp 2 --schedule gpipe --micro-batches 3",
+    "--pp 2 --micro-batches 1 --tied",
+    f"--pp 2 --schedule interleaved --layers 5 {FULL}",
+    "--pp 2 --schedule zb-v --micro-batches 3 --tied",
+    "--pp 2 --schedule v-half --bf16",
+    "--pp 2 --layers 3 --pipeline-model-parallel-layout E|tttL",
+    "--pp 2 --tp 2 --schedule zb-h1 --micro-batches 3 --tied",
+    "--pp 2 --tp 2 --schedule zb-h1 --fused-linear-cross-entropy",
+    "--pp 2 --tp 2 --fused-linear-cross-entropy --defer-embedding-wgrad-compute",
+    f"--pp 2 --tp 2 --schedule zb-v --tied {FULL}",
+    "--pp 2 --tp 2 --schedule interleaved --no-sequence-parallel --tied",
+    "--pp 2 --dp 2 --tied --micro-batches 3 --fp64",
+    "--pp 2 --dp 2 --schedule v-half --layers 6",
+    "--pp 4 --schedule interleaved",
+    "--pp 4 --schedule zb-h1 --tied",
+    f"--pp 2 --tp 2 --schedule zb-h1 --fp8-recipe tensorwise {FIRST}",
+    "--pp 2 --tp 2 --schedule zb-h1 --fp8-recipe rowwise --fp8-wgrad-bf16",
 ]
 
 
-def run(comm, tp, dp, rest):
+def config_of(words):
+    return read_arguments(words.split())[0]
+
+
+def step_of(comm, words):
+    """Return the config of a command line, and the grid of this world for it."""
+    config = config_of(words)
+    p = config.parallel
+    return config, comm.grid(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
+        p.num_distributed_optimizer_instances, query_groups=config.model.num_query_groups,
+        ep=config.expert_model_parallel_size, needs_full_matrices=needs_full_matrices(config),
+    )  # fmt: skip
+
+
+def run(comm, words):
     """Explain one step on a rank of the world; every rank must count what is worked out."""
-    config = tiny(tp, dp, **rest)
-    p, groups = config.parallel, config.model.num_query_groups
-    found = explain(config, comm.grid(tp, p.context_parallel_size, query_groups=groups))
-    assert found.equal
-    check_streams(found.streams[0], found.counted, found.text)
-    return found.counted, found.stated, found.text
+    config, grid = step_of(comm, words)
+    found = explain(config, grid)
+    assert found.equal and found.counted == found.stated
+    story = found.text
+    if grid.pp.size > 1:
+        ranks = [f"pipeline rank {rank}" for rank in range(grid.pp.size)]
+        assert [each.rank for each in found.streams] == ranks
+        story = story.split("=== pipeline rank ")[1 + grid.pp.rank].partition("=== the whole")[0]
+    check_streams(found.streams[grid.pp.rank], found.counted, story)
+    return found.counted, found.text
 
 
 def check_streams(streams, counted, text):
@@ -138,68 +146,54 @@ def check_streams(streams, counted, text):
     assert Counter(filter(None, under)) == Counter(filter(None, said))
 
 
-def run_pipeline(comm, pp, tp, dp, schedule, rest):
-    config = tiny(tp, dp, pp, schedule=schedule, **rest)
-    grid = comm.grid(tp, pp=pp)
-    found = explain(config, grid)
-    assert found.equal and [each.rank for each in found.streams] == [
-        f"pipeline rank {rank}" for rank in range(pp)
-    ]
-    story = found.text.split("=== pipeline rank ")[1 + grid.pp.rank].partition("=== the whole")[0]
-    check_streams(found.streams[grid.pp.rank], found.counted, story)
-    return found.counted, found.stated, found.text
-
-
 def line_of(file, text):
     """Return 'file:line' of the first line that holds the text."""
     lines = (ROOT / file).read_text().splitlines()
     return f"{file}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
 
 
-def some(cases):
-    """Mark eleven of twelve cases for `make prove`: the others run in `make test`."""
-    late = [pytest.mark.prove]
-    return [pytest.param(*c, marks=late * bool(i % 12), id=str(c)) for i, c in enumerate(cases)]
-
-
-@pytest.mark.parametrize("tp, dp, rest", some(CASES))
-def test_what_is_sent_is_worked_out(world, tp, dp, rest):
-    for counted, stated, text in world(tp * dp).run(run, tp, dp, rest):
-        assert counted == stated and counted
+def explained(world, words):
+    """Return what each rank counts, and the text, of the step of a command line."""
+    results = world(config_of(words).parallel.world_size).run(run, words)
+    for _, text in results:
         assert text.endswith("All equal.") and "DIFFERS" not in text
-        assert max(map(len, text.splitlines())) <= 150
+        assert max(map(len, text.splitlines())) <= (170 if "--cp" in words else 150)
+    return results
 
 
-@pytest.mark.parametrize("ranks, tp, dp, rest", some(CONTEXT))
-def test_what_attention_sends_is_worked_out(world, ranks, tp, dp, rest):
-    for counted, stated, text in world(ranks).run(run, tp, dp, rest):
-        assert counted == stated and any(axis.startswith("cp") for axis, _ in counted)
-        assert text.endswith("All equal.")
+@pytest.mark.parametrize("words", sampled(CASES, 12))
+def test_what_is_sent_is_worked_out(world, words):
+    assert all(counted for counted, _ in explained(world, words))
 
 
-@pytest.mark.parametrize("pp, tp, dp, schedule, rest", some(PIPELINES))
-def test_the_messages_are_worked_out(world, pp, tp, dp, schedule, rest):
-    results = world(pp * tp * dp).run(run_pipeline, pp, tp, dp, schedule, rest)
-    for counted, stated, text in results:
-        assert counted == stated and ("pp", "all_gather") in counted
-        assert text.endswith("All equal.") and "DIFFERS" not in text
-        assert max(map(len, text.splitlines())) <= 150
+@pytest.mark.parametrize("words", sampled(CONTEXT, 12))
+def test_what_attention_sends_is_worked_out(world, words):
+    for counted, _ in explained(world, words):
+        assert any(axis.startswith("cp") for axis, _ in counted)
+
+
+@pytest.mark.parametrize("words", sampled(PIPELINES, 12))
+def test_the_messages_are_worked_out(world, words):
+    results = [counted for counted, _ in explained(world, words)]
+    assert all(("pp", "all_gather") in counted for counted in results)
     sent, taken = (
-        sum(counted.get((axis, verb), (0, 0))[0] for counted, *_ in results
+        sum(counted.get((axis, verb), (0, 0))[0] for counted in results
             for axis in ("pp", "pp_back"))
         for verb in ("send", "receive")
     )  # fmt: skip
-    config = tiny(tp, dp, pp, schedule=schedule, **rest)
+    config = config_of(words)
     build = schedule_of(config, batch_size.micro_batches(config, 0))
+    p = config.parallel
+    replicas = p.tensor_model_parallel_size * p.data_parallel_size
     once = build.stages - 1 - build.v_shape  # the turn of a V stays on its rank
-    assert sent == taken == 2 * build.micro_batches * once * tp * dp
-    ends = [counted for counted, *_ in results if ("embd", "all_gather") in counted]
-    assert len(ends) == (2 * tp * dp if rest.get("tied") and not build.v_shape else 0)
+    assert sent == taken == 2 * build.micro_batches * once * replicas
+    ends = [counted for counted in results if ("embd", "all_gather") in counted]
+    assert len(ends) == (2 * replicas if "--tied" in words and not build.v_shape else 0)
 
 
 def test_a_reader_follows_a_message(world):
     """An activation from the F that makes it to the F that waits for it, and its gradient back."""
-    text = world(2).run(run_pipeline, 2, 1, 1, "1f1b", {})[0][2]
+    text = explained(world, "--pp 2")[0][1]
     overview, first, second = re.split(
         r"=== pipeline rank \d.*=\n", text.partition("=== the wh")[0]
     )
@@ -229,7 +223,7 @@ def test_a_reader_follows_a_message(world):
 
 @pytest.mark.prove
 def test_deferred_weight_gradients_are_told_apart(world):
-    text = world(4).run(run_pipeline, 2, 2, 1, "zb-h1", {"tied": True})[0][2]
+    text = explained(world, "--pp 2 --tp 2 --schedule zb-h1 --tied")[0][1]
     assert re.search(r"\d  wgrad     layers\.0\.mlp\.down +all_gather +tp of 2", text)
     assert re.search(r"needs stage 1's gradient 0, message \d+", text)
     assert re.search(r"grad sum  bucket \d +reduce_scatter embd of 2", text)
@@ -244,7 +238,7 @@ def test_lists_stand_side_by_side_as_far_as_they_fit():
 
 
 def test_a_reader_finds_the_gather(world):
-    text = world(2).run(run, 2, 1, {})[0][2]
+    text = explained(world, "--tp 2")[0][1]
     gather = line_of("mpu/layers/linear.py", "= method.start_all_gather(operand, layer.on_f")
     lines = text.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
@@ -263,18 +257,10 @@ def test_a_reader_finds_the_gather(world):
     assert lines[at + 5].endswith("hidden under: wgrad matmul of layers.1.mlp.gate_up")
 
 
-def run_experts(comm, rest):
-    config = tiny(1, 2, **rest)
-    found = explain(config, comm.grid(ep=config.expert_model_parallel_size))
-    assert found.equal
-    return found.text
-
-
 def test_a_reader_sees_what_hides_the_rows_of_experts(world):
     """The shared expert on the way there; in backward it, and the experts' weight gradients."""
-    more = """--num-experts 4 --moe-router-force-load-balancing --expert-model-parallel-size 2
-        --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 80""".split()
-    lines = world(2).run(run_experts, {"more": more})[0].splitlines()
+    words = "--dp 2 --num-experts 4 --ep 2 --dispatcher alltoall --shared-expert"
+    lines = explained(world, words)[0][1].splitlines()
     ways = [(x, lines[i + 2]) for i, x in enumerate(lines) if "all_to_all" in x and "async" in x]
     there = [told for x, told in ways if "forward   layers.1.mlp" in x]
     back = [told for x, told in ways if "backward  layers.1.mlp" in x]
@@ -282,8 +268,18 @@ def test_a_reader_sees_what_hides_the_rows_of_experts(world):
     assert "hidden under 5 matmuls, wgrad matmul of layers.1.mlp" in back[0]
 
 
+def test_each_flag_of_a_run_is_obeyed(world):
+    """Also by a name with _, where it turns off what is on here, and of a model's file."""
+    words = f"--model-file {ROOT / 'tests/tools/value_residual.py'} --square-loss 0.5 --layers 3"
+    assert config_of(words).extra == (("square_loss", 0.5),)
+    words += " --use_distributed_optimizer --overlap_grad_reduce false --dp 2"
+    text = explained(world, words)[0][1]
+    assert "ZeRO stage 1" in text and "layers of the model 3" in text
+    assert text.index("--- the gradient sums") < text.index("grad sum  bucket 0")
+
+
 def test_phases_and_buckets(world):
-    text = world(4).run(run, 2, 2, {"more": FULL})[0][2]
+    text = explained(world, f"--tp 2 --dp 2 {FULL}")[0][1]
     assert re.search(r"recompute layers\.1\.mlp\.gate_up +all_gather", text)
     assert re.search(r"backward  embedding +all_gather .*embedding\.py:\d+ \(backward\)", text)
     assert re.search(r"grad sum  bucket 0 +reduce_scatter dp_cp of 2 .* async +mpu/zero", text)
@@ -337,10 +333,12 @@ def test_a_difference_is_said():
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ("--pp 2 --layers 2 --schedule zb-v --micro-batches 0", "--micro-batches 0 must be at"),
         ("--pp 2 --schedule interleaved --micro-batches 3", "leave a last group of 1"),
         ("--schedule zb-v", "virtual stages need a pipeline"),
-        ("--tp 0", "--tp 0 must be at least 1"),
+        ("--tp 0", "--tensor-model-parallel-size 0: must be a whole"),
+        ("--device cuda", "--device is cpu here"),
+        ("--micro-batches 2 --global-batch-size 4", "--micro-batches gives --global-batch-size"),
+        ("--optimzer muon", "did you mean --optimizer"),
         ("--tp 8 --dp 2 --pp 2", "is 32 processes on this machine, and at most 16"),
     ],
 )
@@ -349,16 +347,14 @@ def test_what_a_user_is_told(capsys, argv, said):
     assert said in capsys.readouterr().err
 
 
-def run_arguments(comm, argv):
-    config, _ = read_arguments(argv)
-    p = config.parallel
-    found = explain(config, comm.grid(p.tensor_model_parallel_size))
+def run_timeline(comm):
+    found = explain(*step_of(comm, "--tp 2 --dp 2"))
     return found.text, found.streams
 
 
 def test_the_timeline_of_the_document_is_what_is_drawn_now(world, tmp_path):
     """`make explain TP=2 DP=2 TIMELINE=docs/timeline.svg` writes it again."""
-    (text, streams), *_ = world(4).run(run_arguments, ["--tp", "2", "--dp", "2"])
+    (text, streams), *_ = world(4).run(run_timeline)
     draw_timeline(text, streams, tmp_path / "timeline.svg")
     assert shapes(tmp_path / "timeline.svg") == shapes(DOCUMENT.with_name("timeline.svg"))
     drawn = (tmp_path / "timeline.svg").read_text()
@@ -399,7 +395,7 @@ def test_the_command_for_a_pipeline(capsys):
 
 
 def test_one_rank_sends_nothing():
-    found = explain(tiny(1, 1, layers=1), Grid())
+    found = explain(config_of("--layers 1"), Grid())
     assert found.counted == found.stated == {}
     assert found.text.endswith("One rank: every collective is the identity, and nothing is sent.")
 

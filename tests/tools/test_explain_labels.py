@@ -10,10 +10,11 @@ from torch import nn
 
 import pretrain_llama
 from forecast.recording import Actions
+from forecast.rehearsal.run import loader
 from mpu.comm.transport import Label
 from mpu.pipeline.engine import Payload
 from tests.sampling import sampled
-from tools.explain import micro_batches, tiny
+from tests.tools.test_explain import config_of, step_of
 from training.run.stop import Agreement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,20 +23,22 @@ STRINGS = {
     ("cross_entropy", "forward"), ("train_step", "loss sum"), ("optimizer", "norm"),
     ("agreement", "go on?"),
 }  # fmt: skip
-EACH = ("--zero-reduce-each-microbatch",)
-# tp, dp, pp, the rest of tiny's arguments, kinds of labels that must be there. Those are no sets:
-# their order in a test's name depends on whether a process compiled this file or read its bytecode.
+# flags of tools/explain.py, kinds of labels that must be there. Those are no sets: their order in a
+# test's name depends on whether a process compiled this file or read its bytecode.
 LAYOUTS = [
-    (2, 1, 1, {}, ["layer forward", "layer backward", "cross_entropy forward"]),
-    (2, 1, 1, {"more": ("--tp-comm-overlap", "ring")}, ["layer forward", "layer backward"]),
-    (2, 1, 1, {"sequence_parallel": False}, ["layer forward", "layer backward"]),
-    (2, 2, 1, {}, ["bucket grad sum", "layer forward", "optimizer norm", "train_step loss sum"]),
-    (1, 2, 1, {"zero": 1, "micro_batches": 2}, ["bucket grad sum", "bucket update"]),
-    (1, 2, 1, {"zero": 2, "micro_batches": 2, "more": EACH}, ["bucket grad sum", "bucket update"]),
-    (2, 2, 1, {"zero": 3}, ["bucket grad sum", "bucket gather", "bucket update"]),
-    (2, 1, 2, {"schedule": "zb-h1", "tied": True}, ["payload forward", "layer wgrad"]),
-    (1, 2, 2, {"zero": 3, "schedule": "zb-v"}, ["payload backward", "bucket gather"]),
-]  # fmt: skip
+    ("--tp 2", ["layer forward", "layer backward", "cross_entropy forward"]),
+    ("--tp 2 --tp-comm-overlap ring", ["layer forward", "layer backward"]),
+    ("--tp 2 --no-sequence-parallel", ["layer forward", "layer backward"]),
+    ("--tp 2 --dp 2", ["bucket grad sum", "optimizer norm", "train_step loss sum"]),
+    ("--dp 2 --zero 1 --micro-batches 2", ["bucket grad sum", "bucket update"]),
+    (
+        "--dp 2 --zero 2 --micro-batches 2 --zero-reduce-each-microbatch",
+        ["bucket grad sum", "bucket update"],
+    ),
+    ("--tp 2 --dp 2 --zero 3", ["bucket grad sum", "bucket gather", "bucket update"]),
+    ("--tp 2 --pp 2 --schedule zb-h1 --tied", ["payload forward", "layer wgrad"]),
+    ("--dp 2 --pp 2 --zero 3 --schedule zb-v", ["payload backward", "bucket gather"]),
+]
 
 
 class Strict:
@@ -74,14 +77,15 @@ def kind(label, run) -> str:
     return f"bucket {phase}"
 
 
-def kinds_of_two_steps(comm, tp, dp, pp, rest):
-    config, grid, trace = tiny(tp, dp, pp, **rest), comm.grid(tp, pp=pp), Strict()
+def kinds_of_two_steps(comm, words):
+    (config, grid), trace = step_of(comm, words), Strict()
     grid.traced(trace)
     try:
         run = pretrain_llama.build(config, grid, torch.device("cpu"), Actions(lambda words: None))
+        batches = loader(config, grid).next_global_batch(0, config.batch.global_batch_size)
         trace.strict, agreement = True, Agreement(grid.world)
         for _ in range(2):
-            found_inf = pretrain_llama.train_step(run, micro_batches(config, grid), 1e-3)[2]
+            found_inf = pretrain_llama.train_step(run, batches, 1e-3)[2]
             agreement.ask(False, False, found_inf)
             run.iteration += 1
         agreement.close()
@@ -90,9 +94,9 @@ def kinds_of_two_steps(comm, tp, dp, pp, rest):
     return dict(Counter(kind(label, run) for label in trace.labels))
 
 
-@pytest.mark.parametrize("tp, dp, pp, rest, expected", sampled(LAYOUTS, 2), ids=str)
-def test_every_collective_of_a_step_has_a_label(world, tp, dp, pp, rest, expected):
-    results = world(tp * dp * pp).run(kinds_of_two_steps, tp, dp, pp, rest)
+@pytest.mark.parametrize("words, expected", sampled(LAYOUTS, 2), ids=str)
+def test_every_collective_of_a_step_has_a_label(world, words, expected):
+    results = world(config_of(words).parallel.world_size).run(kinds_of_two_steps, words)
     found = set().union(*results)
     assert {*expected, "agreement go on?"} <= found, found
 

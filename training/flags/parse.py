@@ -60,7 +60,7 @@ def parse(
     _print_help(argv, extra)
     words = (word.partition("=")[0] for word in argv)
     names = tuple(dict.fromkeys(word for word in words if word.startswith("--")))
-    given, notes, values, typed = _read(argv, extra)
+    given, notes, values, typed = read(argv, extra)
     try:
         trust_owners(given.get("--trust-owner", ()))  # before a checkpoint is read
     except ValueError as error:
@@ -181,7 +181,7 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
             parser.exit()
 
 
-def _read(
+def read(
     argv: Sequence[str], extra: Extra | None
 ) -> tuple[dict[str, Any], list[str], dict[str, Any], dict[str, str]]:
     """Return ({flag: value}, lines to print, a fork's own {name: value}, and {name: flag} of those
@@ -206,7 +206,7 @@ def _read(
 def _read_ours(
     words: Sequence[str], parser: _Parser, notes: Sequence[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Parse words of this program with argparse; return the same as `_read`, without lines.
+    """Parse words of this program with argparse; return the same as `read`, without lines.
 
     notes: lines on translated names, for error messages. Raises UsageError.
     """
