@@ -86,6 +86,9 @@ MEGATRON: dict[str, dict[str, Any]] = {
 }
 
 
+IN_WORKER: dict[str, Tokenizer] = {}  # sent once to each worker
+
+
 @dataclass(frozen=True)
 class Job:
     """The settings that all shards share; the fields are the flags of the same names."""
@@ -112,12 +115,6 @@ class Job:
         if not self.loss_on:
             return "an empty document"
         return f"no text that counts in the loss: {' and '.join(map(repr, self.loss_on))} empty"
-
-    def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer, once per process."""
-        return _tokenizer(
-            self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.merge_file
-        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ def preprocess(
     ends = (".bin", ".idx", *(ENDS if loss_on else ()))
     for name in job.pairs():
         _check_output(output_prefix, name, written, ends)
-    tokenizer = job.tokenizer()
+    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size, merge_file)
     if append_eod and tokenizer.eod is None:
         raise ValueError(
             "--append-eod: this tokenizer has no end-of-document token; a Hugging Face folder "
@@ -191,7 +188,7 @@ def preprocess(
     if len(missing) < len(tasks):
         report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
     started = time.monotonic()
-    tokens = _run_all(missing, workers)
+    tokens = _run_all(missing, workers, tokenizer)
     seconds = time.monotonic() - started
     summaries = []
     for name in job.pairs():
@@ -274,9 +271,8 @@ class Task:
         except FileNotFoundError:
             return {}
 
-    def run(self) -> int:
+    def run(self, tokenizer: Tokenizer) -> int:
         """Tokenize the shard; return the number of tokens."""
-        tokenizer = self.job.tokenizer()
         eod = tokenizer.eod if self.job.append_eod else None  # not None: see preprocess
         tokens = 0
         for name, keys in self.job.pairs().items():
@@ -315,27 +311,30 @@ class Task:
         return tokens
 
 
-def _run_all(tasks: Sequence[Task], workers: int) -> int:
+def _run_all(tasks: Sequence[Task], workers: int, tokenizer: Tokenizer) -> int:
     """Run tasks in this process or in several; return the number of tokens."""
     tokens = 0
     with waiting("tokenizing") as progress:
         progress.begin("", sum(task.shard.size for task in tasks), "B")
-        for task, count in _each(tasks, workers):
+        for task, count in _each(tasks, workers, tokenizer):
             progress.add(task.shard.size)
             tokens += count
     return tokens
 
 
-def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
+def _each(
+    tasks: Sequence[Task], workers: int, tokenizer: Tokenizer
+) -> Iterator[tuple[Task, int]]:
     """Yield tasks as they are done, each with its number of tokens."""
     if workers == 1 or len(tasks) < 2:
         for task in tasks:
-            yield task, task.run()
+            yield task, task.run(tokenizer)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
+    count = min(workers, len(tasks))
+    pool = ProcessPoolExecutor(count, context, _start_worker, initargs=(tokenizer,))
     try:
-        futures = {pool.submit(task.run): task for task in tasks}
+        futures = {pool.submit(_run, task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
@@ -362,15 +361,14 @@ def _is_parts(folder: Path) -> bool:
     return files is not None and all(part.fullmatch(name) for name in files)
 
 
-@functools.cache
-def _tokenizer(
-    kind: str, model: str | None, vocab_size: int | None, merge_file: str | None
-) -> Tokenizer:
-    return build_tokenizer(kind, model, vocab_size, merge_file)
+def _run(task: Task) -> int:
+    """Run a task in a worker."""
+    return task.run(IN_WORKER["tokenizer"])
 
 
-def _start_worker() -> None:
+def _start_worker(tokenizer: Tokenizer) -> None:
     """Ignore Ctrl-C, since the main process waits for begun shards; exit when it dies."""
+    IN_WORKER["tokenizer"] = tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

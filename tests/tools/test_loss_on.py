@@ -119,11 +119,11 @@ def test_goes_on_behind_complete_shards(monkeypatch):
     preprocess(inputs, "out", "NullTokenizer", shard_bytes=1000, **options)
     once, work, calls = files(), preprocess_data.Task.run, []
 
-    def interrupted(task):
+    def interrupted(task, tokenizer):
         calls.append(task.prefix)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return work(task)
+        return work(task, tokenizer)
 
     monkeypatch.setattr(preprocess_data.Task, "run", interrupted)
     for name in once:
@@ -132,7 +132,7 @@ def test_goes_on_behind_complete_shards(monkeypatch):
         preprocess(inputs, "out", "NullTokenizer", shard_bytes=1000, **options)
     Path(f"{calls[1]}_prompt_answer.loss_mask.idx").unlink()  # this one is not whole any more
     del calls[:]
-    monkeypatch.setattr(preprocess_data.Task, "run", lambda task: calls.append(0) or work(task))
+    monkeypatch.setattr(preprocess_data.Task, "run", lambda *of: calls.append(0) or work(*of))
     said = []
     options["report"] = said.append
     preprocess(inputs, "out", "NullTokenizer", shard_bytes=1000, **options)

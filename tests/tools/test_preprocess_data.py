@@ -103,7 +103,7 @@ def test_workers_and_shards_change_nothing(tmp_path, inputs, workers, size):
 def test_a_file_is_cut_from_a_megabyte_on(tmp_path, monkeypatch, lines, shards):
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": "1 " * 1000}) + "\n") * lines)
     run, seen = preprocess_data.Task.run, []
-    monkeypatch.setattr(preprocess_data.Task, "run", lambda task: seen.append(task) or run(task))
+    monkeypatch.setattr(preprocess_data.Task, "run", lambda *of: seen.append(of) or run(*of))
     (summary,) = null([str(tmp_path / "a.jsonl")], tmp_path / "out")
     assert len(seen) == shards and summary.tokens == lines * 1001
 
@@ -112,11 +112,11 @@ def test_goes_on_behind_complete_shards(tmp_path, inputs, monkeypatch):
     (once,) = null(inputs, tmp_path / "once")
     run, calls = preprocess_data.Task.run, []
 
-    def interrupted(task):
+    def interrupted(task, tokenizer):
         calls.append(task.prefix)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return run(task)
+        return run(task, tokenizer)
 
     monkeypatch.setattr(preprocess_data.Task, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -141,7 +141,7 @@ def test_parts_of_another_run_are_not_taken(tmp_path, inputs, monkeypatch):
     """Other flags or a changed file start afresh, and the old parts go."""
     folders = set()
 
-    def stop(task):
+    def stop(task, tokenizer):
         folders.update(path.name for path in tmp_path.glob("out.*.parts"))
         folders.add(Path(task.prefix).parent.name)
         raise KeyboardInterrupt

@@ -143,6 +143,11 @@ class HuggingFaceTokenizer:
         ids = (raw.token_to_id(each) for each in ([str(text)] if text is not None else self.BOS))
         self._bos = next((i for i in ids if i is not None), None)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle: the library's pickle of its tokenizer lacks one setting."""
+        self.__dict__ |= state
+        self._model.encode_special_tokens = bool(self._cuts.get("split_special_tokens"))
+
     def _parsed(self) -> dict[str, Any]:
         """Return the object in tokenizer.json, {} if only the library can parse it."""
         try:

@@ -73,7 +73,8 @@ def with_class(
     checkpoint.
     """
     try:
-        read = {JSON: files[own], **{n: files[n] for n in (CONFIG, SPECIAL, ADDED) if n in files}}
+        beside = {name: files[name] for name in (CONFIG, SPECIAL, ADDED) if name in files}
+        read = {JSON: files[own], **beside}
         if here is not None and os.path.isfile(path := os.path.join(here, MODEL_CONFIG)):
             read |= of_model(read_json(path, foreign=True))
         model = json.loads(read.get(MODEL_CONFIG, b"{}"))
@@ -83,7 +84,10 @@ def with_class(
         config = json.loads(files.get(CONFIG, b"{}"))
     except (LookupError, ValueError, AttributeError):
         return files  # not of this kind, or its reader reports what is wrong
-    name = "PreTrainedTokenizerFast" if name in ("", "TokenizersBackend") else name
+    plain = name in ("", "TokenizersBackend")
+    name = "PreTrainedTokenizerFast" if plain else name
+    if plain and not beside and there is None:
+        return files  # a tokenizer.json alone is read as it is
     if str(config.get("tokenizer_class")).removesuffix("Fast") == name.removesuffix("Fast"):
         return files
     config["tokenizer_class"] = name

@@ -3,6 +3,7 @@
 
 import base64
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,9 @@ def test_the_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     file, beside = FORMS[name]
     written(tmp_path, tokenizer=file, **beside)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert not difference(HuggingFaceTokenizer(str(tmp_path)), theirs)
+    ours = HuggingFaceTokenizer(str(tmp_path))
+    assert not difference(ours, theirs)
+    assert not difference(pickle.loads(pickle.dumps(ours)), theirs)  # as in another process
 
 
 def test_a_token_that_only_another_file_knows_is_one(tmp_path: Path) -> None:
