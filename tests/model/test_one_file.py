@@ -118,7 +118,7 @@ def test_fifty_steps_of_several_layouts(world, tp, pp, size, dtype):
     every = world(size).run(train_both, tp, pp, dtype, 50)
     for wrong, losses in every:
         assert not wrong
-        assert losses == every[0][1] and losses[-1] < losses[0] - 2
+        assert losses == every[0][1] and sum(losses[-10:]) / 10 < losses[0] - 1.5
 
 
 def test_it_imports_torch_alone_and_fits_in_900_lines():
