@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common parts of tools/fork_check.py: a case, the record of one rank, a rank's report."""
 
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from training.flags.parse import parse
 from training.run.watch.recorder import FileRecorder, recorded
 from training.settings.config import Config, UsageError
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a name
 ONE_RANK = "one rank"  # the case that all others are compared with
 
 

@@ -31,13 +31,17 @@ Finding = tuple[str, str, str]
 
 
 def others(name: str, value: Any) -> Iterator[Any]:
-    """Yield other values of a field; of sizes, first those that are mostly divisible as needed."""
+    """Yield other values of a field; of sizes, first those that are mostly divisible as needed. A
+    number that bounds others, as a clip does, may have an effect only where it is far smaller or
+    larger.
+    """
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
         yield from (2 * value, value + 1, value // 2, 3) if value else (4, 1)
     elif isinstance(value, float):
         yield 4.0 if value == 0 else 1.5 * value + (0.05 if value < 0.01 else 0.0)
+        yield from (value / 1e3, 1e3 * value + 10.0) if value else ()  # where a bound acts
     elif isinstance(value, str) and "act" in name:
         yield "gelu" if value != "gelu" else "relu"
     elif isinstance(value, str) and name == "model_type":

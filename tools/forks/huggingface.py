@@ -24,7 +24,7 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, read_sizes
 from mpu.module_tracker import site
 from mpu.param import placement_of, saved_buffers, unique_parameters
-from tools.forks.case import cut, held, whole
+from tools.forks.case import NUMBER, cut, held, whole
 from tools.forks.fields import Finding, model_of, others
 from training.run.watch.recorder import FRAME
 
@@ -32,7 +32,6 @@ SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in 
 IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
 # {a field that is missing or null in transformers' config: a value that changes the logits}
 ABSENT = {"is_causal": False, "sliding_window": 2}
-NUMBER = re.compile(r"\.\d+\.")
 
 
 def compare(
@@ -343,7 +342,7 @@ class _Theirs:
         """Return two names that make the logits agree if they are exchanged, in words, or ""."""
         kinds: dict[str, list[str]] = {}
         for name in self.weights:
-            kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
+            kinds.setdefault(NUMBER.sub("N", name), []).append(name)
         right = self.weights
         for one, two in combinations(kinds, 2):
             pairs = list(zip(kinds[one], kinds[two], strict=False))
@@ -366,30 +365,29 @@ class _Theirs:
         base = {k: v for k, v in config.to_dict().items() if not IGNORED.search(k)}
         rope = base.get("rope_parameters") or {}
         varied = [
-            (key, {**base, key: other})
+            (key, [{**base, key: x} for x in ([0.5] if "drop" in key else others(key, value))])
             for key, value in base.items()
             if key != "model_type"
-            for other in ([0.5] if "drop" in key else list(others(key, value))[:1])
         ]
-        varied += [(k, {**base, k: v}) for k, v in ABSENT.items() if base.get(k) is None]
+        varied += [(k, [{**base, k: v}]) for k, v in ABSENT.items() if base.get(k) is None]
         varied += [
-            (f"rope_parameters.{key}", {**base, "rope_parameters": {**rope, key: other}})
+            (f"rope_parameters.{key}", [{**base, "rope_parameters": {**rope, key: other}}])
             for key, value in rope.items()
             for other in _other_ropes(key, value)
         ]
         found: list[Finding] = []
         count = 0
-        plain = read_sizes(self.file, config.to_dict())
-        for key, fields in varied:
-            try:
-                theirs = self.made(type(config)(**fields))
-                odd = self.load(theirs)
-                got = want if odd else self.logits(theirs)
-            except Exception:
-                continue  # transformers refuses the value
-            if not odd and float((got - want).norm() / want.norm()) <= SAME:
+        try:
+            plain = read_sizes(self.file, config.to_dict())
+        except ValueError as error:
+            line = "from_hf_config refuses the config.json that transformers saves for this model: "
+            return [("transformers", "", f"{line}{error}")], 0
+        for key, values in varied:
+            changed = self.changed(type(config), values, want)
+            if changed is None:
                 continue
             count += 1
+            fields, theirs, got = changed
             try:
                 ours = read_sizes(self.file, theirs.config.to_dict())
             except ValueError:
@@ -399,7 +397,7 @@ class _Theirs:
                 line = f"from_hf_config drops {key}: with {key} = {value!r} the logits of "
                 found.append(("transformers", key, line + "transformers change, and Weft's do not"))
                 continue
-            if odd or key == "tie_word_embeddings":
+            if got is None or key == "tie_word_embeddings":
                 continue
             try:
                 mine = self.ours(ours)
@@ -410,3 +408,17 @@ class _Theirs:
                 line = f"with {key} = {value!r} in config.json its logits differ from those of "
                 found.append(("transformers", key, line + f"transformers by {off:.2g} of the norm"))
         return found, count
+
+    def changed(
+        self, kind: Any, values: list[dict[str, Any]], want: Tensor
+    ) -> tuple[dict[str, Any], Any, Tensor | None] | None:
+        """Return the first of some configs of which transformers makes another model, the model,
+        and its logits, or None where it does not have the same weights; None if there is none.
+        """
+        for fields in values:
+            with suppress(Exception):  # transformers refuses the value
+                theirs = self.made(kind(**fields))
+                got = None if self.load(theirs) else self.logits(theirs)
+                if got is None or not float((got - want).norm() / want.norm()) <= SAME:
+                    return fields, theirs, got
+        return None

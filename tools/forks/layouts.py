@@ -17,11 +17,13 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
 }
 
 
-# sizes that a model may need: heads that are together as wide as hidden states; a key for each head
-NEEDS: tuple[dict[str, Any], ...] = (
-    {}, {"--hidden-size": 128}, {"--num-query-groups": 8},
-    {"--hidden-size": 128, "--num-query-groups": 8},
-)  # fmt: skip
+# sizes that a model may need: heads that are together as wide as hidden states; a key for each
+# head, or one for all
+NEEDS: tuple[dict[str, Any], ...] = tuple(
+    {**width, **groups}
+    for groups in ({}, {"--num-query-groups": 8}, {"--num-query-groups": 1})
+    for width in ({}, {"--hidden-size": 128})
+)
 LAYERS: tuple[dict[str, Any], ...] = ({}, {"--num-layers": 6}, {"--num-layers": 12})
 
 
