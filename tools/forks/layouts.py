@@ -193,8 +193,8 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
         "under context parallelism",
         lambda name: "cp " in name,
         "a rank has a part of each row's tokens there: attention that does not go through "
-        "core_attention with the packed_seq_params it is given, which looks at this rank's keys "
-        "alone; positions counted from 0 instead of position_ids; a mean or a shift over s",
+        "core_attention with the packed_seq_params it is given, or their `chunked`, and so reads "
+        "other keys; positions counted from 0 instead of position_ids; a mean or a shift over s",
     ),
     Pattern(
         "at tp 4",

@@ -267,7 +267,8 @@ def decodes(model: Llama, tokens: Tensor) -> tuple[float, str]:
             if not error <= SAME:
                 return worst, (
                     f"decode differs from forward: given {how}, the logits at position {at} are "
-                    f"off by {error:.2g} of their norm"
+                    f"off by {error:.2g} of their norm: a layer does not read earlier tokens from "
+                    "its cache, or counts positions from 0 instead of taking position_ids"
                 )
             at += count
     return worst, ""
@@ -290,5 +291,6 @@ def documents(model: Llama, tokens: Tensor) -> tuple[float, str]:
     return error, (
         f"the logits of two documents in a row differ by {error:.2g} of their norm from those of "
         f"each alone, from position {near.index(False)} on, and the second begins at {sizes[0]}: "
-        "packed_seq_params does not reach core_attention, or a layer reads the tokens before"
+        "packed_seq_params does not reach core_attention, a layer reads the tokens before, or "
+        "positions are those in the row instead of position_ids"
     )
