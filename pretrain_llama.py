@@ -64,7 +64,7 @@ from mpu.grid import Grid
 from mpu.meta_tensors import META
 from mpu.mup import Widths
 from mpu.optim.optimizer import Optimizer
-from mpu.param import name_groups
+from mpu.param import name_groups, unique_parameters
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.pipeline.stage_layout import Stage
@@ -84,7 +84,7 @@ from training.run.log import Log
 from training.run.memory_report import MemoryReport
 from training.run.model_profile import make_grid, whole_model
 from training.run.output import note_of
-from training.run.pipeline_stages import rank_stages, uses_of
+from training.run.pipeline_stages import check_made_here, rank_stages, uses_of
 from training.run.process import PROGRAM, as_process, refuse
 from training.run.rendezvous import meet
 from training.run.same_settings import settings_of
@@ -288,6 +288,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     stages = rank_stages(config, model_provider, grid.pp.rank)
     uses = uses_of(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
+    check_made_here(config, model_provider, dict(unique_parameters(model)), uses)
     sink.attach(model, model.chunk_of, uses)
     for names in sink.fill():
         monitor.action = f"drawing {len(names)} initial weights"

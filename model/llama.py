@@ -359,7 +359,7 @@ class Llama(nn.Module):
         std, table = self.config.init_method_std, hf_names(self)
         every = unique_parameters(self)
         for name, param in every if names is None else (e for e in every if e[0] in names):
-            if param.dim() == 1:
+            if param.dim() == 1 or name.endswith("bias"):  # those of experts are one matrix
                 nn.init.constant_(param, self.initial_vector(name))
             else:
                 deep = name.endswith(("proj.weight", "down.weight"))

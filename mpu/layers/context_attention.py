@@ -93,7 +93,7 @@ class ContextAttention(CoreAttention):
             raise ValueError(f"{over}: must be 1 to generate text")
         if packed is None:
             raise ValueError(f"{over}: packed_seq_params, the documents of whole rows, is missing")
-        rows = documents_of_rows(packed.lengths, b)
+        rows = documents_of_rows(packed.sharded or packed.lengths, b)
         if sum(rows[0]) != s * self.cp.size:
             raise ValueError(
                 f"rows of {sum(rows[0])} tokens over {self.cp.size} context-parallel ranks: this "

@@ -20,11 +20,13 @@ class PackedSeqParams:
     lengths: tokens of each document; their sum is b s. cu_seqlens: int32 [documents + 1], the
     first token of each document and b s at the end, on the device. max_seqlen: the length of the
     longest document. The host values are computed on the host, so nothing waits for the device.
+    sharded: the lengths by which context-parallel ranks share the tokens, if not `lengths`.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     max_seqlen: int
+    sharded: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "PackedSeqParams":
@@ -43,3 +45,11 @@ class PackedSeqParams:
         if torch.device(device).type == "cuda" and ends.is_cpu:
             ends = ends.pin_memory()
         return replace(self, cu_seqlens=ends.to(device, non_blocking=True))
+
+    def chunked(self, size: int) -> "PackedSeqParams":
+        """Return the same with each document cut into chunks of at most `size` tokens, from its
+        first token on: a token attends within its own chunk only (Llama 4's chunked attention).
+        """
+        cut = [min(size, n - i) for n in self.lengths for i in range(0, n, size)]
+        chunks = PackedSeqParams.of(cut).to(self.cu_seqlens.device)
+        return replace(chunks, sharded=self.sharded or self.lengths)

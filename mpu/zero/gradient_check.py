@@ -30,8 +30,8 @@ from mpu.zero.bucket import ParamAndGradBucket
 
 STEPS = 10  # the most steps in which a weight with a zero gradient is checked again
 REMEDY = (
-    "give the region where it is used, as in RMSNorm(d, ctx=ctx, region=Region.TENSOR_PARALLEL) "
-    "on a shard of heads or features (docs/forking.md)"
+    "give the region where it is used, as RMSNorm(d, ctx=ctx, region=...): Region.TENSOR_PARALLEL "
+    "on a shard of heads or features, Region.SEQUENCE_PARALLEL on hidden states (docs/forking.md)"
 )
 
 

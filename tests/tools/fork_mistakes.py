@@ -33,6 +33,7 @@ class Mistake(NamedTuple):
 
 
 LLAMA, QWEN2, QWEN3 = "model/llama.py", "model/qwen2.py", "model/qwen3.py"
+MOE = "model/moe.py"
 OLMO2, GEMMA2, PHI, GRANITE = (
     f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite")
 )
@@ -115,6 +116,10 @@ MISTAKES = {
         GRANITE, {'residual = hf["residual_multiplier"]': "residual = 1.0"},
         "residual_multiplier = ",
     ),
+    "a field of transformers' that nobody reads": Mistake(
+        QWEN3, {"unread(UNREAD) | {": 'unread(UNREAD) | {"layer_types": lambda v: not v, '},
+        "from_hf_config refuses the config.json that transformers saves for this model: ",
+    ),
     "an activation that nobody checks": Mistake(
         LLAMA, {READS: READS.replace("=rules", '=rules | {"hidden_act": bool}')}, "hidden_act = "
     ),
@@ -166,6 +171,13 @@ MISTAKES = {
     "the sixth layer as the others": Mistake(
         GEMMA3, {"chunk(2, -1)[self.window > 0]": "chunk(2, -1)[1]"},
         "the model does not depend on rotary_base",
+    ),
+    "the worst experts": Mistake(
+        MOE, {"        return torch.sort(scores, dim=1, descending=True": (
+            "        scores = -scores  # here\n"
+            "        return torch.sort(scores, dim=1, descending=True"
+        )},
+        "; made in fork_HERE",
     ),
     "one norm for queries and keys": Mistake(
         QWEN3, {"self.k_norm(k.contiguous())": "self.q_norm(k.contiguous())"},
@@ -222,6 +234,10 @@ MISTAKES = {
         LLAMA, {"        self.blocks = [[": "        for i in numbers[1:]:\n            self.layers"
                 "[str(i)].mlp = self.layers[str(numbers[0])].mlp\n        self.blocks = [["},
         "which are on different pipeline ranks, and each rank would train", LAYOUTS,
+    ),
+    "an embedding on every stage": Mistake(
+        LLAMA, {"if any(stage.embedding for stage in self.stages):": "if True:"},
+        "embedding.weight is made on a pipeline rank that does not use it", "pp 2 1f1b",
     ),
     # what a layer keeps or writes over
     "layers counted from a rank's first": Mistake(

@@ -22,6 +22,7 @@ from tests.tools.fork_mistakes import (  # noqa: E402
     GRANITE,
     LLAMA,
     MLP,
+    MOE,
     OLMO2,
     PHI,
     QWEN3,
@@ -31,7 +32,6 @@ from tests.tools.fork_mistakes import (  # noqa: E402
     checked,
 )
 
-MOE = "model/moe.py"
 ARCEE, WINDOWS = "examples/forks/arcee.py", "examples/forks/windows.py"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 QKV = '        qkv, more = self.project(x), {"window": self.window}\n'
@@ -221,6 +221,29 @@ TENSORS: dict[str, Mistake] = {
                 "        self.router.weight = ctx.replicated_parameter((e, h), Region.REPLICATED)"),
             CONTEXT: CONTEXT + "from mpu.param import Region\n"},
         r"block_sparse_moe\.gate.*a sum over tp is missing", "tp 2 + SP"),
+    # what ranks or rows share, whose gradients are parts of sums
+    "a norm of keys that ranks share": Mistake(
+        QWEN3, {", region=region)": ")"},
+        r"layers\.\d\.self_attn\.[qk]_norm\.weight.*a sum over tp is missing", "tp 4"),
+    "positions in no region": Mistake(
+        LLAMA, {
+            "class Llama(nn.Module):\n": (
+                "class Positions(nn.Module):\n"
+                "    def __init__(self, h, ctx):\n"
+                "        super().__init__()\n"
+                "        self.ctx = ctx\n"
+                "        self.weight = ctx.replicated_parameter((12, h), Region.REPLICATED)\n\n"
+                "    def forward(self, length):\n"
+                "        first = self.ctx.tp.rank * length if self.ctx.sp else 0\n"
+                "        rows = use(self.weight, self.ctx.sink)[first : first + length]\n"
+                "        return rows[:, None]\n\n\n"
+                "class Llama(nn.Module):\n"),
+            "            shared = self.embedding.weight if config.tied else None\n": (
+                "            shared = self.embedding.weight if config.tied else None\n"
+                "            self.positions = Positions(h, ctx)\n"),
+            EMBEDDED: EMBEDDED + "\n        x = x + self.positions(len(x))",
+            **IMPORTS},
+        r"positions\.weight \(in positions\).*a sum over tp is missing", "tp 2 + SP"),
     # stages, micro-batches, recomputation
     "layers counted in a stage": llama(
         LOOP + RUN, LOOP + RUN + "                h = h * (1 + 0.1 * i)\n", "pp 2 1f1b",

@@ -18,7 +18,8 @@ from tools import fork_check
 from tools.fork_check import main
 from tools.forks import huggingface, layouts
 from tools.forks.case import Desk
-from tools.forks.fields import output_of
+from tools.forks.fields import others, output_of
+from tools.forks.one import initial_values
 from training.run import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -375,6 +376,18 @@ def test_sizes_fit_the_fork(name, fits, tmp_path):
     assert {flag: found[found.index(flag) + 1] for flag in fits} == fits
 
 
+def test_sizes_fit_a_model_with_one_key_for_all_heads(tmp_path):
+    path, sizes = tmp_path / "fork.py", "        check_sizes(self)\n"
+    text = (ROOT / "model" / "llama.py").read_text()
+    check = sizes + (
+        "        if self.vocab_size == 97 and self.num_query_groups > 1:\n"  # none of SIZES
+        "            raise ValueError('one key for all heads')\n"
+    )
+    path.write_text(text.replace(sizes, check, 1))
+    found = fork_check.fitting(Desk(str(path), str(tmp_path), (), ()), 0, layouts.cases()[0])
+    assert found[found.index("--num-query-groups") + 1] == "1"
+
+
 def test_mistakes_in_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([])
@@ -459,6 +472,87 @@ def test_a_field_that_adds_a_bias_of_0_is_one_that_the_model_depends_on():
     file = SimpleNamespace(Model=_Model)
     one, two = (output_of(file, replace(config, biased=b), tokens) for b in (False, True))
     assert one is not None and two is not None and not torch.equal(one, two)
+
+
+@dataclass(frozen=True)
+class _Bounded(llama.LlamaConfig):
+    limit: float = 7.0
+    own_norm: bool = False
+
+
+class _MLP(llama.MLP):
+    def __init__(self, config, ctx):
+        super().__init__(config, ctx)
+        self.limit = config.limit
+
+    def forward(self, x):
+        return self.down(self.gate_up(x).clamp(max=self.limit).chunk(2, -1)[0])
+
+
+class _BoundedBlock(llama.Block):
+    mlp_type, norm_type = _MLP, llama.RMSNorm
+
+    def __init__(self, config, ctx, recompute):
+        super().__init__(config, ctx, recompute)
+        if not config.own_norm:
+            self.mlp_norm = self.attention_norm
+
+    def forward(self, h, cos, sin, packed=None, cache=None):
+        return h + self.attention(self.attention_norm(h), cos, sin) + self.mlp(self.mlp_norm(h))
+
+
+class _BoundedModel(llama.Llama):
+    block = _BoundedBlock
+
+
+@pytest.mark.parametrize("name", ["limit", "own_norm"])
+def test_fields_with_a_rare_effect_are_those_that_the_model_depends_on(name):
+    """A bound acts where it is far smaller; two norms are as one where their weights are equal."""
+    config, tokens = _Bounded(11, 16, 8, 1, 4, 2), torch.arange(6).view(1, 6)
+    file = SimpleNamespace(Model=_BoundedModel)
+    values = [*others(name, getattr(config, name))]
+    some = [output_of(file, replace(config, **{name: value}), tokens) for value in values]
+    plain = output_of(file, config, tokens)
+    assert plain is not None and not all(torch.equal(plain, each) for each in some)
+
+
+def test_layers_and_experts_of_any_prefix_are_listed_once():
+    values = {f"h.{i}.experts.{j}.w": torch.ones(2, 3) for i in range(2) for j in range(3)}
+    values |= {f"h.{i}.experts.bias": torch.zeros(4, 3) for i in range(2)}
+    line, odd = initial_values(values, 0.02, 2)
+    assert line.count("experts.N.w") == 1 and line.endswith("0: h.N.experts.bias"), line
+    assert len(odd) == 1 and odd[0].startswith("h.N.experts.N.w is 1 after initialize()"), odd
+
+
+@pytest.mark.parametrize("field, told", [("rope_theta", 1), ("", 0)])
+def test_a_field_read_wrongly_is_told_although_other_sizes_agree(field, told, monkeypatch):
+    """Heads as wide as hidden states are for models that transformers takes only with these."""
+    pytest.importorskip("transformers")
+
+    class Theirs:
+        def __init__(self, library, file, config, tokens):
+            self.found = [("transformers", field, "wrong")] if config.kv_channels == 16 else []
+
+        def compare(self):
+            return self.found, []
+
+    config = llama.LlamaConfig(11, 16, 8, 1, 4, 2, kv_channels=16)
+    file = SimpleNamespace(hf_config=llama.hf_config)
+    monkeypatch.setattr(huggingface, "_Theirs", Theirs)
+    assert len(huggingface.compare(file, config, torch.zeros(1, 2))[0]) == told
+
+
+@pytest.mark.prove
+def test_a_shape_that_transformers_does_not_have_is_named():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "llama", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=8,
+    )  # fmt: skip
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    weights = theirs.state_dict() | {"model.norm.weight": torch.ones(4, 4)}
+    odd = huggingface._Theirs.read(SimpleNamespace(weights=weights), theirs)
+    assert odd == "model.norm.weight has shape [4, 4], and [16] in transformers"
 
 
 @pytest.mark.prove

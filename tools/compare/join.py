@@ -195,7 +195,8 @@ class Side:
         each = [tensor for tensor, _, _ in placed]
         if size == 1:
             return JoinedTensor(_narrowed(each[0], first.get("sections", ())))
-        return joined(each, first.get("region", ""), first.get("sections", ()), like)
+        partial = key.kind.endswith("gradient")
+        return joined(each, first.get("region", ""), first.get("sections", ()), like, partial)
 
     def _tokens(self, parts: Sequence[Part]) -> tuple[Tensor, bool, Tensor] | None:
         """Place one tp rank's parts of all micro-batches: (tensor, sequence is cut, its tokens).
@@ -215,13 +216,15 @@ class Side:
                 low = rank * tokens // size
                 slices[tokens // size] = slice(low, low + tokens // size)
             shape = tuple(x.shape)
+            # the gradient of what all rows share is a sum over the rows of a micro-batch
+            of_rows = (rows,) if entry.get("kind", "").endswith("gradient") else (rows, 1)
             if x.dim() == 2 and shape == (rows, tokens):
                 x, own = x.unsqueeze(-1), slices[tokens]
             elif x.dim() == 2 and entry.get("region") and shape[0] / rows in slices:
                 x = x.unflatten(0, (-1, rows)).transpose(0, 1)  # tokens of all rows in one
                 own = slices[shape[0] // rows]
                 was_cut = was_cut or (size > 1 and shape[0] // rows != tokens)
-            elif x.dim() >= 2 and shape[0] in slices and shape[1] in (rows, 1):
+            elif x.dim() >= 2 and shape[0] in slices and shape[1] in of_rows:
                 x = x.transpose(0, 1).expand(rows, *x.transpose(0, 1).shape[1:])
                 own = slices[shape[0]]
                 was_cut = was_cut or (size > 1 and shape[0] != tokens)
@@ -273,15 +276,17 @@ def joined(
     region: str,
     sections: Sequence[Sequence[int]],
     like: Sequence[int] | None,
+    partial: bool = False,
 ) -> JoinedTensor | None:
-    """Join the tp ranks' tensors of the same tokens: each [samples, positions, ...].
+    """Join the tp ranks' tensors of the same tokens: each [samples, positions, ...]. partial: what
+    ranks share, as a key/value head, is a part of a sum on each of them.
 
     like: the shape of the whole; None if it is not known: features are then assumed to be cut if
     the layer declares that. Returns None if no way of joining has that shape.
     """
     shape, size = list(each[0].shape), len(each)
     if sections:
-        found = [_section(each, at, full, local) for at, full, local in _at(sections)]
+        found = [_section(each, at, full, local, partial) for at, full, local in _at(sections)]
         return JoinedTensor(torch.cat(found, -1))
     if region != INSIDE and (like is None or list(like) == shape):
         return JoinedTensor(each[0], list(each))
@@ -291,12 +296,14 @@ def joined(
     if len(like) == len(shape):
         unlike = [i for i, (n, m) in enumerate(zip(shape, like, strict=True)) if n != m]
         if not unlike:
+            if partial:  # a head that all ranks share
+                return JoinedTensor(torch.cat(_shared(each, size, partial)))
             return JoinedTensor(each[0], list(each))
         if len(unlike) == 1:
             (dim,) = unlike
             times = like[dim] / shape[dim]
             if times == int(times) and size % int(times) == 0:
-                return JoinedTensor(torch.cat(list(each[:: size // int(times)]), dim))
+                return JoinedTensor(torch.cat(_shared(each, size // int(times), partial), dim))
     return None
 
 
@@ -307,11 +314,17 @@ def _at(sections: Iterable[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
         low += local
 
 
-def _section(each: Sequence[Tensor], low: int, full: int, local: int) -> Tensor:
-    """Join one section of the features: without padding, and each shared part once."""
+def _section(each: Sequence[Tensor], low: int, full: int, local: int, partial: bool) -> Tensor:
+    """Join one section of the features: without padding, and each shared part once, or summed."""
     shared = max(1, len(each) * local // full) if full % local == 0 else 1
-    own = [x[..., low : low + local] for x in each[::shared]]
-    return torch.cat(own, -1)[..., :full]
+    own = [x[..., low : low + local] for x in each]
+    return torch.cat(_shared(own, shared, partial), -1)[..., :full]
+
+
+def _shared(each: Sequence[Tensor], ranks: int, partial: bool) -> list[Tensor]:
+    """Return a tensor for every `ranks` adjacent ranks: the first's, or the sum of their parts."""
+    groups = [each[i : i + ranks] for i in range(0, len(each), ranks)]
+    return [sum(group[1:], group[0]) if partial else group[0] for group in groups]
 
 
 def _locals(parts: Iterable[Part]) -> dict[tuple[Any, ...], tuple[Part, Tensor]]:

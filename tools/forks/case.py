@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common parts of tools/fork_check.py: a case, the record of one rank, a rank's report."""
 
+import re
 import traceback
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from training.flags.parse import parse
 from training.run.watch.recorder import FileRecorder, recorded
 from training.settings.config import Config, UsageError
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a name
 ONE_RANK = "one rank"  # the case that all others are compared with
 
 
@@ -140,6 +143,12 @@ def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
     for name, param in unique_parameters(run.model):
         for piece in placement_of(param).pieces(table[name]):
             yield name, param, piece
+
+
+def noise_of(name: str, values: Tensor) -> Tensor:
+    """Return noise for a tensor, other for each name, with a standard deviation of 0.1."""
+    g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return 0.1 * torch.randn(values.shape, generator=g, dtype=values.dtype)
 
 
 def whole(parts: Iterable[tuple[Piece, Tensor]]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from model.llama import Llama, LlamaConfig
 from model.load import ModelFile, read_sizes
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
+from tools.forks.case import noise_of
 
 # fields that a config.json does not have: of padding, of initial weights
 OF_THE_RUN = {"make_vocab_size_divisible_by", "width_mult"}
@@ -31,13 +32,18 @@ Finding = tuple[str, str, str]
 
 
 def others(name: str, value: Any) -> Iterator[Any]:
-    """Yield other values of a field; of sizes, first those that are mostly divisible as needed."""
+    """Yield other values of a field; of sizes, first those that are mostly divisible as needed. A
+    number that bounds others, as a clip does, may have an effect only where it is far smaller or
+    larger.
+    """
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from (2 * value, value + 1, value // 2, 3) if value else (4, 1)
+        some = (2 * value, value + 1, value // 2, 3) if value else (4, 1)
+        yield from filter(None, some)
     elif isinstance(value, float):
         yield 4.0 if value == 0 else 1.5 * value + (0.05 if value < 0.01 else 0.0)
+        yield from (value / 1e3, 1e3 * value + 10.0) if value else ()  # where a bound acts
     elif isinstance(value, str) and "act" in name:
         yield "gelu" if value != "gelu" else "relu"
     elif isinstance(value, str) and name == "model_type":
@@ -60,9 +66,9 @@ def output_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | 
     """
     try:
         model = model_of(file, config)
-        for param in model.parameters():
-            if param.dim() == 1:  # a bias of 0 would hide a field that adds it
-                param.add_(0.1)
+        for name, param in model.named_parameters():
+            if param.dim() == 1:  # a bias of 0 would hide a field that adds it, as equal norms one
+                param.add_(noise_of(name, param))
         auxiliary = model.ctx.auxiliary_losses
         auxiliary.in_forward = True
         parts = (model(tokens), model(tokens, tokens))

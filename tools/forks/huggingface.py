@@ -9,7 +9,6 @@ transformers' model gets the fork's weights by the names of `hf_names`, and its 
 import importlib
 import re
 import warnings
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,12 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model.llama import LlamaConfig
 from model.load import ModelFile, read_sizes
 from mpu.module_tracker import site
 from mpu.param import placement_of, saved_buffers, unique_parameters
-from tools.forks.case import cut, held, whole
+from tools.forks.case import NUMBER, cut, held, noise_of, whole
 from tools.forks.fields import Finding, model_of, others
 from training.run.watch.recorder import FRAME
 
@@ -32,7 +32,6 @@ SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in 
 IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
 # {a field that is missing or null in transformers' config: a value that changes the logits}
 ABSENT = {"is_causal": False, "sliding_window": 2}
-NUMBER = re.compile(r"\.\d+\.")
 
 
 def compare(
@@ -58,7 +57,7 @@ def compare(
     try:
         try:
             found = _Theirs(library, file, config, tokens).compare()
-            if not found[0]:
+            if all(field for _, field, _ in found[0]):  # the logits agree
                 return found
         except Exception:
             return _Theirs(library, file, square(config), tokens).compare()
@@ -92,11 +91,9 @@ def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
         for piece in placement_of(param).pieces(names[name])
     )
     for name, value in found.items():
-        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        value += 0.1 * torch.randn(value.shape, generator=g, dtype=value.dtype)
+        value += noise_of(name, value)
     for name, buffer in saved_buffers(model):
-        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        found[names[name][0]] = buffer + 0.1 * torch.randn(buffer.shape, generator=g)
+        found[names[name][0]] = buffer + noise_of(name, buffer)
     return found
 
 
@@ -146,21 +143,42 @@ def _seen(
 
 def _makers(
     some: Sequence[Tensor], known: Sequence[Tensor], file: str
-) -> tuple[set[Any], set[int]]:
-    """Return the autograd nodes that computed tensors from known ones, and the lines of a file in
-    which they ran, which anomaly detection records.
+) -> tuple[set[Any], set[int], list[int]]:
+    """Return the autograd nodes that computed tensors from known ones, the lines of a file in which
+    they ran, which anomaly detection records, and which of the known ones they are.
     """
-    before = {y.grad_fn for y in known}
-    at, found, lines = [x.grad_fn for x in some], set[Any](), set[int]()
+    before = {y.grad_fn: i for i, y in enumerate(known)}
+    at, found, lines, used = [x.grad_fn for x in some], set[Any](), set[int](), list[int]()
     while at:
         node = at.pop()
+        if node in before:
+            used.append(before[node])
         if node is None or node in found or node in before:
             continue
         found.add(node)
         kept = "".join(cast(Any, node.metadata).get("traceback_", ()))
         lines |= {int(line) for name, line in FRAME.findall(kept) if name == file}
         at += [each for each, _ in node.next_functions]
-    return found, lines
+    return found, lines, used
+
+
+class _Choices(TorchFunctionMode):
+    """Records the lines of a file that computed a tensor without a gradient, such as a choice of
+    experts, which autograd does not lead back to.
+    """
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.lines = file, list[int]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if isinstance(y, Tensor) and torch.is_grad_enabled() and not y.requires_grad:
+            at, _, line = site(self.file).call.rpartition(":")
+            self.lines += [int(line)] if at == self.file else []
+        return y
 
 
 class _Theirs:
@@ -244,12 +262,12 @@ class _Theirs:
         """
         made, odd = type(theirs).from_pretrained(
             None, config=theirs.config, state_dict=dict(self.weights), dtype=torch.float64,
-            output_loading_info=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
         if odd["unexpected_keys"] or odd["missing_keys"]:
             return _unfit(sorted(odd["unexpected_keys"]), sorted(odd["missing_keys"]))
-        if odd["mismatched_keys"]:
-            return f"these have other shapes: {sorted(odd['mismatched_keys'])[:2]}"
+        for name, here, there in sorted(odd["mismatched_keys"]):
+            return f"{name} has shape {list(here)}, and {list(there)} in transformers"
         with torch.no_grad():
             theirs.load_state_dict(made.state_dict())
         return ""
@@ -289,6 +307,7 @@ class _Theirs:
         self.load(theirs)  # `swapped` has loaded others
         model, file = self.model(self.config), self.file.__file__
         names, alike = self.file.hf_names(model), dict[str, list[str]]()
+        rows, length = self.tokens.shape
         there: dict[tuple[str, str], Tensor] = {}
         modules = dict(theirs.named_modules())
         for name, _ in unique_parameters(model):
@@ -297,12 +316,15 @@ class _Theirs:
                 alike[name.removesuffix(".weight")] = found
 
         def keep(name: str, kind: str, x: Tensor) -> None:
-            there.setdefault((name, kind), x)
+            flat = x.dim() == 2 and len(x) == rows * length  # as a router has tokens
+            x = x.unflatten(0, (rows, length)) if flat else x
+            there.setdefault((name, kind), x.clone())  # a later line may overwrite it
 
         with _seen(modules, {n for found in alike.values() for n in found}, keep):
             self.logits(theirs)
-        agree: list[tuple[str, Tensor]] = []
-        apart: list[tuple[str, Tensor, str]] = []  # words, tensor, line of the call
+        choices = _Choices(file)
+        agree: list[tuple[str, Tensor, int]] = []  # words, tensor, how many choices before it
+        apart: list[tuple[str, Tensor, str, int]] = []  # and the line of the call
 
         def compare(name: str, kind: str, x: Tensor) -> None:
             parts = [there.get((each, kind)) for each in alike[name]]
@@ -310,7 +332,8 @@ class _Theirs:
             if any(part is None or part.dim() < 3 for part in parts):
                 return
             want = torch.cat([p for p in parts if p is not None], -1)
-            got = x.detach().transpose(0, 1)
+            flat = x.dim() == 2 and len(x) == rows * length
+            got = (x.unflatten(0, (length, rows)) if flat else x).detach().transpose(0, 1)
             got = got[..., : want.shape[-1]]
             if got.dim() == 4 and got.shape != want.shape:  # [b, heads, s, d] there
                 want = want.transpose(1, 2)
@@ -318,20 +341,22 @@ class _Theirs:
                 return
             what, error = f"the {kind} of {name}", float((got - want).norm() / want.norm())
             if error <= SAME:
-                agree.append((what, x))
+                agree.append((what, x, len(choices.lines)))
+            if error <= SAME or flat:  # some routers return scores in place of logits
                 return
             after = f" after {agree[-1][0]}" if agree else ""
             what += f" is the first{after} that differs, by {error:.2g} of its norm, from that of "
-            apart.append((what + alike[name][0], x, site(file).use))
+            apart.append((what + alike[name][0], x, site(file).use, len(choices.lines)))
 
         with torch.autograd.set_detect_anomaly(True, check_nan=False), warnings.catch_warnings():
-            with _seen(dict(model.named_modules()), set(alike), compare):
+            with choices, _seen(dict(model.named_modules()), set(alike), compare):
                 model(self.tokens)
-        known = [x for _, x in agree]
-        makes, _ = _makers(known, [], file)
-        for what, x, line in apart:
+        known = [x for _, x, _ in agree]
+        makes, *_ = _makers(known, [], file)
+        for what, x, line, chosen in apart:
             if x.grad_fn not in makes:
-                _, lines = _makers([x], known, file)
+                _, lines, used = _makers([x], known, file)
+                lines.update(choices.lines[min((agree[i][2] for i in used), default=0) : chosen])
                 if line.startswith(file) and not lines:
                     lines = {int(line.rpartition(":")[2])}
                 own = f"; made in {Path(file).name}, line {', '.join(map(str, sorted(lines)))}"
@@ -343,7 +368,7 @@ class _Theirs:
         """Return two names that make the logits agree if they are exchanged, in words, or ""."""
         kinds: dict[str, list[str]] = {}
         for name in self.weights:
-            kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
+            kinds.setdefault(NUMBER.sub("N", name), []).append(name)
         right = self.weights
         for one, two in combinations(kinds, 2):
             pairs = list(zip(kinds[one], kinds[two], strict=False))
@@ -366,30 +391,29 @@ class _Theirs:
         base = {k: v for k, v in config.to_dict().items() if not IGNORED.search(k)}
         rope = base.get("rope_parameters") or {}
         varied = [
-            (key, {**base, key: other})
+            (key, [{**base, key: x} for x in ([0.5] if "drop" in key else others(key, value))])
             for key, value in base.items()
             if key != "model_type"
-            for other in ([0.5] if "drop" in key else list(others(key, value))[:1])
         ]
-        varied += [(k, {**base, k: v}) for k, v in ABSENT.items() if base.get(k) is None]
+        varied += [(k, [{**base, k: v}]) for k, v in ABSENT.items() if base.get(k) is None]
         varied += [
-            (f"rope_parameters.{key}", {**base, "rope_parameters": {**rope, key: other}})
+            (f"rope_parameters.{key}", [{**base, "rope_parameters": {**rope, key: other}}])
             for key, value in rope.items()
             for other in _other_ropes(key, value)
         ]
         found: list[Finding] = []
         count = 0
-        plain = read_sizes(self.file, config.to_dict())
-        for key, fields in varied:
-            try:
-                theirs = self.made(type(config)(**fields))
-                odd = self.load(theirs)
-                got = want if odd else self.logits(theirs)
-            except Exception:
-                continue  # transformers refuses the value
-            if not odd and float((got - want).norm() / want.norm()) <= SAME:
+        try:
+            plain = read_sizes(self.file, config.to_dict())
+        except ValueError as error:
+            line = "from_hf_config refuses the config.json that transformers saves for this model: "
+            return [("transformers", "", f"{line}{error}")], 0
+        for key, values in varied:
+            changed = self.changed(type(config), values, want)
+            if changed is None:
                 continue
             count += 1
+            fields, theirs, got = changed
             try:
                 ours = read_sizes(self.file, theirs.config.to_dict())
             except ValueError:
@@ -399,7 +423,7 @@ class _Theirs:
                 line = f"from_hf_config drops {key}: with {key} = {value!r} the logits of "
                 found.append(("transformers", key, line + "transformers change, and Weft's do not"))
                 continue
-            if odd or key == "tie_word_embeddings":
+            if got is None or key == "tie_word_embeddings":
                 continue
             try:
                 mine = self.ours(ours)
@@ -410,3 +434,17 @@ class _Theirs:
                 line = f"with {key} = {value!r} in config.json its logits differ from those of "
                 found.append(("transformers", key, line + f"transformers by {off:.2g} of the norm"))
         return found, count
+
+    def changed(
+        self, kind: Any, values: list[dict[str, Any]], want: Tensor
+    ) -> tuple[dict[str, Any], Any, Tensor | None] | None:
+        """Return the first of some configs of which transformers makes another model, the model,
+        and its logits, or None where it does not have the same weights; None if there is none.
+        """
+        for fields in values:
+            with suppress(Exception):  # transformers refuses the value
+                theirs = self.made(kind(**fields))
+                got = None if self.load(theirs) else self.logits(theirs)
+                if got is None or not float((got - want).norm() / want.norm()) <= SAME:
+                    return fields, theirs, got
+        return None

@@ -17,11 +17,13 @@ LATENT = {  # of a model with latent attention: its own flags, and each head has
 }
 
 
-# sizes that a model may need: heads that are together as wide as hidden states; a key for each head
-NEEDS: tuple[dict[str, Any], ...] = (
-    {}, {"--hidden-size": 128}, {"--num-query-groups": 8},
-    {"--hidden-size": 128, "--num-query-groups": 8},
-)  # fmt: skip
+# sizes that a model may need: heads that are together as wide as hidden states; a key for each
+# head, or one for all
+NEEDS: tuple[dict[str, Any], ...] = tuple(
+    {**width, **groups}
+    for groups in ({}, {"--num-query-groups": 8}, {"--num-query-groups": 1})
+    for width in ({}, {"--hidden-size": 128})
+)
 LAYERS: tuple[dict[str, Any], ...] = ({}, {"--num-layers": 6}, {"--num-layers": 12})
 
 
@@ -191,8 +193,8 @@ PATTERNS = (  # of two that fit the same layouts, the first is reported
         "under context parallelism",
         lambda name: "cp " in name,
         "a rank has a part of each row's tokens there: attention that does not go through "
-        "core_attention with the packed_seq_params it is given, which looks at this rank's keys "
-        "alone; positions counted from 0 instead of position_ids; a mean or a shift over s",
+        "core_attention with the packed_seq_params it is given, or their `chunked`, and so reads "
+        "other keys; positions counted from 0 instead of position_ids; a mean or a shift over s",
     ),
     Pattern(
         "at tp 4",

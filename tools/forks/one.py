@@ -7,7 +7,6 @@ checked.
 """
 
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from pretrain_llama import LlamaRun, model_provider
 from tools.compare.first_difference import Allowed
 from tools.compare.join import Side
 from tools.compare.verdict import verdict_of
-from tools.forks.case import cut, held
+from tools.forks.case import NUMBER, cut, held
 from training.run.model_profile import meta_context
 from training.settings.config import Config
 
@@ -38,7 +37,6 @@ WRONG = 1e-4  # a gradient's largest error against differences, relative to its 
 NOISE = 1e-8  # rounding of a difference of losses, divided by STEP
 SAME = 1e-10  # largest error of decode's logits, relative to their norm
 CERTAIN = 5.0  # standard errors by which a drawn value's spread may be off
-NUMBER = re.compile(r"layers\.\d+")
 
 
 def names_of(config: Config) -> list[tuple[str, str]]:
@@ -213,18 +211,18 @@ def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tup
     """Return a line that lists the initial values by name, and a warning for each unusual one.
 
     std: --init-method-std. Usual are N(0, std), N(0, std / sqrt(2 layers)) for a matrix, and 0 or 1
-    everywhere for a vector.
+    everywhere for a vector, 0 for a bias.
     """
     every: dict[str, list[Tensor]] = {}
     for name, value in values.items():
-        every.setdefault(NUMBER.sub("layers.N", name), []).append(value.flatten())
+        every.setdefault(NUMBER.sub("N", name), []).append(value)
     stated: dict[str, list[str]] = {}
     odd = []
     expected = {"std": std, "std / sqrt(2 L)": std / math.sqrt(2 * layers)}
     for name, parts in every.items():
-        flat = torch.cat(parts)
+        flat = torch.cat([part.flatten() for part in parts])
         spread, mean = float(flat.std(correction=0)), float(flat.mean())
-        vector = all(values[n].dim() == 1 for n in values if NUMBER.sub("layers.N", n) == name)
+        vector = parts[0].dim() == 1 or name.endswith("bias")  # of experts it is a matrix
         noise = CERTAIN / math.sqrt(2 * len(flat))
         word = next((w for w, s in expected.items() if abs(spread / s - 1) <= noise), "")
         if spread == 0:
@@ -269,7 +267,8 @@ def decodes(model: Llama, tokens: Tensor) -> tuple[float, str]:
             if not error <= SAME:
                 return worst, (
                     f"decode differs from forward: given {how}, the logits at position {at} are "
-                    f"off by {error:.2g} of their norm"
+                    f"off by {error:.2g} of their norm: a layer does not read earlier tokens from "
+                    "its cache, or counts positions from 0 instead of taking position_ids"
                 )
             at += count
     return worst, ""
@@ -292,5 +291,6 @@ def documents(model: Llama, tokens: Tensor) -> tuple[float, str]:
     return error, (
         f"the logits of two documents in a row differ by {error:.2g} of their norm from those of "
         f"each alone, from position {near.index(False)} on, and the second begins at {sizes[0]}: "
-        "packed_seq_params does not reach core_attention, or a layer reads the tokens before"
+        "packed_seq_params does not reach core_attention, a layer reads the tokens before, or "
+        "positions are those in the row instead of position_ids"
     )

@@ -12,7 +12,6 @@ Each rank records (training/run/watch/recorder.py), in fp64:
 The product's own code does all of it: pretrain_llama.build and train_step, Saver.
 """
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -36,6 +35,7 @@ from tools.forks.case import (
     Report,
     batches_of,
     forward,
+    noise_of,
     put,
     record_weights,
     rectangles,
@@ -129,8 +129,7 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     initial = desk.one_rank(case.tied, "initial").whole("weight", "before")
     start = {}
     for name, values in initial.items():
-        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        start[name] = values + 0.1 * torch.randn(values.shape, generator=g, dtype=values.dtype)
+        start[name] = values + noise_of(name, values)
         if not values.isfinite().all():
             report.findings.append(("initial", name, f"{name} is not finite after initialize()"))
             start[name] = start[name].nan_to_num(1.0)

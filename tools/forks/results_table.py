@@ -2,14 +2,13 @@
 """Format the results of tools/fork_check.py: a row for each layout, then sentences."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tools.compare.first_difference import TOLERANCE, Comparison, Difference
 from tools.compare.verdict import Verdict
-from tools.forks.case import Case
+from tools.forks.case import NUMBER, Case
 from tools.forks.layouts import pattern
 
 COLUMNS = ("loss", "gradients", "weights", "decode")
@@ -35,7 +34,6 @@ ALONE = {
     "loss of logits",
     "auxiliary",
 }  # their sentences name the cause themselves
-NUMBER = re.compile(r"(?<=layers\.)\d+")
 WORDY = {
     "raised",
     "refused",

@@ -143,26 +143,33 @@ def state_pieces(
     for name, kind, first, values in named_state:
         assert "." not in kind, kind  # else the parameter's name could not be cut from the state's
         param = by_name[name]
-        for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
-            found += _cut(param, part, names[name], kind, holders(param), (row, column))
+        for corner, part in rectangles(tuple(param.shape), first, values.detach()):
+            found += _cut(param, part, names[name], kind, holders(param), corner)
     return found
 
 
 def rectangles(
     shape: tuple[int, ...], first: int, values: Tensor
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Cut elements [first, first + n) of a flattened tensor into at most three rectangles of it.
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Cut elements [first, first + n) of a flattened tensor into rectangles of it, at most three of
+    a matrix.
 
-    Yield (row, column, view) for the rest of a row begun, the whole rows, and a row not ended.
+    Yield (first index in each dimension, view) for the rest of a row begun, the whole rows, and a
+    row not ended.
     """
-    width = prod(shape[1:])
+    rest = shape[1:]
+    width = prod(rest)
     at, end = first, first + len(values)
     while at < end:
-        row, column = divmod(at, width)
-        rows = 1 if column or end - at < width else (end - at) // width
-        stop = min(end, (row + rows) * width)
+        row, begun = divmod(at, width)
+        whole_rows = 0 if begun else (end - at) // width
+        stop = at + whole_rows * width if whole_rows else min(end, (row + 1) * width)
         part = values[at - first : stop - first]
-        yield row, column, part.view(rows, -1) if len(shape) > 1 else part
+        if whole_rows:
+            yield (row, *(0,) * len(rest)), part.view(whole_rows, *rest)
+        else:
+            for corner, view in rectangles(rest, begun, part):
+                yield (row, *corner), view[None]
         at = stop
 
 
@@ -187,15 +194,16 @@ def _cut(
     names: Sequence[str],
     kind: str,
     data: Axis,
-    corner: tuple[int, int] = (0, 0),
+    corner: tuple[int, ...] = (),
 ) -> list[NamedPiece]:
     """Cut a rectangle of the local parameter by the parameter's placement; padding is left out.
 
-    data: the data-parallel ranks that hold it. corner: the row and column of the local parameter at
-    which the rectangle begins.
+    data: the data-parallel ranks that hold it. corner: the index in each dimension of the local
+    parameter at which the rectangle begins; (): it is the whole parameter.
     """
     place = placement_of(param)
     holders = (data, *place.holders)
+    corner = corner or (0,) * tensor.dim()
     found = []
     for piece in place.pieces(names):
         # the intersection of this rectangle and the piece, along the dimension that is cut
@@ -205,7 +213,7 @@ def _cut(
         if low >= high:
             continue
         view = tensor.narrow(piece.dim, low - begin, high - low)
-        starts = list(corner[: tensor.dim()])
+        starts = list(corner)
         starts[piece.dim] = piece.start + low - piece.local
         found.append(
             NamedPiece(

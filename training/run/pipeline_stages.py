@@ -4,7 +4,7 @@
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from mpu.pipeline.simulate import Costs, simulate
@@ -69,6 +69,22 @@ def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, 
                 "--pipeline-model-parallel-size"
             )
     return found
+
+
+def check_made_here(
+    config: Config, provider: ModelProvider, names: Iterable[str], uses: Container[str]
+) -> None:
+    """Raise ValueError for a parameter of this rank, of `names`, that only other pipeline ranks
+    use: this rank's copy would not be trained, and a checkpoint has room for one. uses: `uses_of`.
+    """
+    elsewhere = {name for part in model_profile(config, provider).uses for name in part}
+    for name in names:
+        if name in elsewhere and name not in uses:
+            raise ValueError(
+                f"--model-file {config.model.model_file}: {name} is made on a pipeline rank that "
+                "does not use it: make it only where self.stages has the stage that does (its "
+                "layers, embedding or loss), as Llama.__init__ does"
+            )
 
 
 def costs(config: Config, provider: ModelProvider, ends: bool = True) -> Costs:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks write must tile every tensor exactly once, in every layout."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +13,11 @@ from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.param import unique_parameters
+from mpu.param import Placement, parameter, unique_parameters
 from training.checkpoint import NamedPiece, parameter_pieces, state_pieces
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.manifest import intersection, merge_index, volume
-from training.checkpoint.pieces import into_files, whole
+from training.checkpoint.pieces import into_files, rectangles, whole
 
 CONFIG = LlamaConfig(250, 64, 96, 2, 8, 4, make_vocab_size_divisible_by=16, tied=False)
 
@@ -48,6 +50,40 @@ def test_padding_is_no_part_of_a_piece() -> None:
     model = Llama(tiny, LayerContext(grid, device=torch.device("meta")))
     names = [p.name for p in parameter_pieces(unique_parameters(model), hf_names(model), grid)]
     assert "lm_head.weight" not in names and "model.norm.weight" in names
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (3, 2, 4), (2, 3, 1, 5)])
+def test_a_range_of_any_tensor_is_cut_into_rectangles(shape: tuple[int, ...]) -> None:
+    values = torch.arange(torch.Size(shape).numel())
+    for low, high in combinations(range(len(values) + 1), 2):
+        seen = torch.full(shape, -1)
+        for corner, part in rectangles(shape, low, values[low:high]):
+            assert part.data_ptr() >= values[low:].data_ptr(), "a load writes through views"
+            at = tuple(slice(a, a + n) for a, n in zip(corner, part.shape, strict=True))
+            assert (seen[at] == -1).all()
+            seen[at] = part
+        want = torch.where((values >= low) & (values < high), values, -1)
+        assert torch.equal(seen.flatten(), want), (low, high)
+
+
+def test_experts_in_one_tensor_are_cut_by_experts() -> None:
+    """Of three dimensions, as gpt-oss and Llama 4 save them; moments are cut within a matrix."""
+    found, alone = {}, Axis("dp_cp_replicate")
+    for rank in range(4):
+        grid = Grid(4, ep_size=2, launch=Launch(rank, 4))
+        place = Placement((6, 2, 5), 0, grid.ep, local_size=3)
+        param = parameter(place, torch.float32, torch.device("meta"))
+        some = [("w", param)]
+        for piece in parameter_pieces(some, {"w": ("w",)}, grid):
+            assert piece.starts == (3 * grid.ep.rank, 0, 0) and piece.sizes == (3, 2, 5)
+        n, r = grid.edp.size, grid.edp.rank
+        low, high = (30 * each // n for each in (r, r + 1))
+        moment = ("w", "exp_avg", low, torch.empty(high - low, device="meta"))
+        for piece in state_pieces([moment], some, {"w": ("w",)}, lambda param: alone):
+            found[piece.starts] = piece.sizes
+    rows = [[["w", "F32", [6, 2, 5], "f", str(a), [*a], [*n]]] for a, n in found.items()]
+    merge_index(rows)  # refuses gaps and overlaps
+    assert (1, 1, 0) in found
 
 
 def test_merge_refuses_gaps_overlaps_and_disagreement() -> None:

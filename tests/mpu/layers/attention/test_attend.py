@@ -49,6 +49,7 @@ class Case:
     recompute: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    chunk: int = 0  # tokens of a document that attend to each other only; 0: all
 
     @classmethod
     def drawn(cls, draw: random.Random, seed: int) -> "Case":
@@ -64,6 +65,7 @@ class Case:
             window=draw.choice([0, 0, 1, 4]), scale=draw.choice([None, 0.2, 1.5]),
             sinks=draw.random() < 0.5, recompute=draw.random() < 0.3,
             dtype=draw.choice([torch.float64] * 4 + [*DTYPES]), seed=seed,
+            chunk=draw.choice([0, 0, 0, 1, 5]),
         )  # fmt: skip
 
     def fits(self) -> bool:
@@ -82,8 +84,12 @@ def numbers(case: Case) -> list[Tensor]:
     return [x.to(case.dtype) for x in drawn]
 
 
-def hidden(rows: tuple[tuple[int, ...], ...], window: int) -> Tensor:
+def hidden(rows: tuple[tuple[int, ...], ...], window: int, chunk: int = 0) -> Tensor:
     """Return which keys a query does not look at: [b, s, s]."""
+    if chunk:
+        rows = tuple(
+            tuple(min(chunk, n - i) for n in row for i in range(0, n, chunk)) for row in rows
+        )
     at = torch.arange(sum(rows[0]))
     back = at[:, None] - at
     out = (back < 0) | ((back >= window) if window else False)
@@ -96,7 +102,7 @@ def dense(case: Case, q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scale = q.shape[3] ** -0.5 if case.scale is None else case.scale
     logits = torch.einsum("ibnd,jbnd->bnij", q, k) * scale
-    logits = logits.masked_fill(hidden(case.rows, case.window)[:, None], -torch.inf)
+    logits = logits.masked_fill(hidden(case.rows, case.window, case.chunk)[:, None], -torch.inf)
     if case.sinks:
         column = sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, column], 3)
@@ -126,6 +132,7 @@ def errors(comm: Any, cases: list[Case]) -> list[Any]:
         places = [torch.cat([torch.arange(r.start, r.stop) for r in row]) for row in rows]
         at = torch.stack(places, 1)  # [s / cp, b]
         packed = PackedSeqParams.of([n for row in case.rows for n in row])
+        packed = packed.chunked(case.chunk) if case.chunk else packed
 
         def part(x: Tensor, at: Tensor = at) -> Tensor:
             more = x.dim() - 2
@@ -134,7 +141,7 @@ def errors(comm: Any, cases: list[Case]) -> list[Any]:
 
         def ours(*xs: Tensor, case: Case = case, attend: Any = attend, packed: Any = packed) -> Any:
             options = {"scale": case.scale, "sink": xs[3] if case.sinks else None}
-            alone = case.cp == 1 and all(len(row) == 1 for row in case.rows)
+            alone = case.cp == 1 and not case.chunk and all(len(row) == 1 for row in case.rows)
             return attend(*xs[:3], None if alone else packed, None, case.window, **options)
 
         try:
