@@ -8,10 +8,11 @@ cycle are reported together.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpu.comm.waits import Wait
@@ -119,7 +120,8 @@ class HangDetector:
             return None, False
         if hang.stuck > self._end(next(s for s in ranks if s.rank == hang.ranks[0])):
             return hang, True
-        if not late or self._reported & set(hang.ranks):
+        least = min((s.limit for s in late if s.limit is not None), default=math.inf)
+        if hang.stuck < least - MOVING or self._reported & set(hang.ranks):
             return None, False
         self._reported |= set(hang.ranks)
         return hang, False
@@ -180,7 +182,14 @@ def find(ranks: Sequence[Status]) -> Hang | None:
             if s.action == first.action and first.stuck - s.stuck < TOGETHER + s.unsure
         ]
     else:
-        group = _end_of_chain(still, {s.rank: s for s in ranks})
+        here = {s.rank: s for s in ranks}
+        group = _end_of_chain(still, here)
+        if not missing(group[0], here):  # a collective that all have entered, the last one when?
+            peers = group[0].wait.peers if group[0].wait else ()
+            since = min(here[r].stuck for r in {*peers, group[0].rank} & here.keys())
+            if since < MOVING:
+                return None
+            group = [replace(group[0], stuck=since)]
     return Hang(
         tuple(s.rank for s in group), group[0].action, _sentence(group, ranks), group[0].stuck
     )

@@ -85,6 +85,14 @@ def test_the_end_of_a_chain_of_messages_is_named() -> None:
     assert "rank 3 hangs in the phase step: in all_gather 2 over dp" in hang.text
 
 
+def test_a_collective_counts_as_hanging_from_when_the_last_rank_has_entered_it() -> None:
+    early = waits(0, 23.0, "tp", (0, 1), 8)
+    assert find([early, waits(1, 0.2, "tp", (0, 1), 8)]) is None
+    hang = find([early, waits(1, 5.0, "tp", (0, 1), 8)])
+    assert hang is not None and (hang.ranks, hang.stuck) == ((0,), 5.0)
+    assert "which every rank has entered and which does not complete" in hang.text
+
+
 def test_ranks_that_wait_for_each_other_are_named_together() -> None:
     ranks = [waits(0, 31.0, "pp_back", (1,), 0, tp=5), waits(1, 30.0, "pp", (0,), 0, tp=5)]
     hang = find(ranks)
