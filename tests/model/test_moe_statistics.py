@@ -7,6 +7,7 @@ the choice (DeepSeek-V3 technical report, eq. 18; megatron-core 0.16.1,
 compute_routing_scores_for_aux_loss). Load and bias are of the experts that were chosen.
 """
 
+import math
 import random
 from typing import Any
 
@@ -46,13 +47,16 @@ def logits_of(tokens: int, experts: int) -> Tensor:
 def router(
     experts: int, k: int, groups: int = 0, best: int = 0, score: str = "softmax", *,
     bias: bool = False, pre: bool = False, balance: Any = (), z: float = 0.0,
+    capacity: float | None = None,
 ) -> moe.SparseMLP:  # fmt: skip
     config = moe.MoEConfig(
         100, 32, 16, 2, 2, 2, num_experts=experts, moe_router_topk=k, moe_ffn_hidden_size=4,
         moe_router_score_function=score, moe_router_enable_expert_bias=bias,
         moe_router_num_groups=groups, moe_router_group_topk=best, moe_router_pre_softmax=pre,
     )  # fmt: skip
-    options = ExpertOptions(balance=balance, z_coefficient=z, bias_update_rate=RATE)
+    options = ExpertOptions(
+        balance=balance, z_coefficient=z, bias_update_rate=RATE, capacity_factor=capacity
+    )
     kind = torch.float64
     return moe.SparseMLP(
         config, LayerContext(dtype=kind, accumulate=kind, experts=options), Decisions()
@@ -91,7 +95,7 @@ def chosen(scores: Tensor, k: int, groups: int, best: int) -> Tensor:
 
 
 def test_all_statistics_of_drawn_routers() -> None:
-    """Three steps each of 60 routers: load, bias, the z-loss, and each kind of balance loss."""
+    """Three steps each of 60 routers: load, bias, dropped pairs, the z-loss, balance losses."""
     chance, limited = random.Random(3), 0
     for case in range(60):
         torch.manual_seed(case)
@@ -104,7 +108,11 @@ def test_all_statistics_of_drawn_routers() -> None:
         kinds = chance.sample(KINDS, chance.randint(0, 3))
         balance = tuple((kind, chance.uniform(0.1, 1.0)) for kind in kinds)
         z, b, s = chance.choice((0.0, 0.1)), chance.choice((1, 2, 3)), chance.choice((5, 12))
-        mlp = router(experts, k, groups, best, score, bias=bias, balance=balance, z=z)
+        factor = chance.choice((None, 0.5, 1.0))
+        pairs = s * b * k / experts * (factor or experts)  # an expert takes so many at most
+        mlp = router(
+            experts, k, groups, best, score, bias=bias, balance=balance, z=z, capacity=factor
+        )
         loads, moved = mlp.ctx.sink.state_of(ExpertLoads), torch.zeros(experts).double()
         before = torch.zeros(experts, dtype=torch.float64)
         for _ in range(3):
@@ -124,14 +132,16 @@ def test_all_statistics_of_drawn_routers() -> None:
                     each = [(f * q).sum() for f, q in parts]
                 want += coefficient * experts * sum(each) / len(each)
             assert loss == pytest.approx(float(want), rel=1e-12), (case, kinds)
-            assert torch.equal(routing.load, mine.sum(0).long()), case
+            load = mine.sum(0)
+            assert torch.equal(routing.load[:experts], load.long()), case
 
             loads.begin_step()
             y = torch.zeros(1, requires_grad=True)
             mlp.load.note(y, routing.load, torch.tensor(loss), routing.best).sum().backward()
             loads.end_step(torch.zeros(()))
             assert torch.equal(loads.counts[0], mine.sum(0)), case  # of the log
-            assert loads.losses[0].item() == pytest.approx(loss) and loads.dropped[0] == 0
+            assert loads.losses[0].item() == pytest.approx(loss), case
+            assert loads.dropped[0] == (load - math.ceil(pairs)).clamp(min=0).sum(), case
             if bias:
                 moved += RATE * torch.sign(mine.sum(0).mean() - mine.sum(0))
                 assert torch.equal(mlp.load.e_score_correction_bias, moved), case
