@@ -77,9 +77,10 @@ def auto_tokenizer_of(files: Mapping[str, bytes], path: str, mute: bool = False)
 class HuggingFaceTokenizer:
     """Read a tokenizer.json, or the one in a folder, and the files next to it.
 
-    The ids are those of transformers.AutoTokenizer (version 5). bos and eod are its bos_token and
-    eos_token; if no file names one, it is the special token with one of the names in BOS or EOD,
-    provided that there is exactly one.
+    The package tokenizers reads a tokenizer.json alone, transformers.AutoTokenizer one with others
+    of its files beside it. bos and eod are the bos_token and eos_token that transformers finds; if
+    there is none, it is the special token with one of the names in BOS or EOD, provided that there
+    is exactly one.
     """
 
     BOS = ("<|begin_of_text|>", "<s>", "<bos>")
