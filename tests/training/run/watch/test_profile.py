@@ -9,10 +9,15 @@ from contextlib import suppress
 import pytest
 import torch
 
+import pretrain_llama
+from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.pipeline.schedules import build
+from tests.model.twin import config_of, micro_batches
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
+from training.run.stop import Agreement
 from training.run.watch.profile import Profile
 
 FLAGS = """--mock-data --vocab-size 100 --num-layers 4 --hidden-size 32 --num-attention-heads 2
@@ -86,6 +91,40 @@ def test_the_trace_stops_when_nothing_is_in_flight(tmp_path, monkeypatch, steps,
         profile._trace.stop()
     else:
         assert done[:3] == ["weights", "flags", "stop"]
+
+
+def in_flight(comm, cases):
+    """Return, for each case, which verbs are in flight after a step, and after those two waits."""
+    found, start, started = [], Axis.start, []
+
+    def noted(axis, verb, *args, **kwargs):
+        started.append((verb, start(axis, verb, *args, **kwargs)))
+        return started[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Axis, "start", noted)
+        for case in cases:
+            grid = comm.grid()
+            run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+            agreement = Agreement(grid.world)
+            started.clear()
+            for step in range(2):  # the second knows in which order weights are used
+                batches = micro_batches(case, grid.dp.rank, step)
+                _, _, skipped = pretrain_llama.train_step(run, batches, 1e-2)
+                agreement.ask(False, False, skipped)
+            found.append([])
+            for wait in (lambda: None, run.sink.wait_for_weights, agreement.wait):
+                wait()
+                found[-1].append({verb for verb, handle in started if handle.work is not None})
+    return found
+
+
+def test_nothing_but_weights_and_flags_is_in_flight_between_two_steps(world):
+    base = dict(tp=1, dp=2, sp=False, dtype="float32", recompute=None, tied=True, m=2, rows=8)
+    cases = [base | dict(lr=1e-2, clip=0.1, zero=z, gather=True) for z in (1, 3)]
+    flags, both = {"all_reduce"}, {"all_gather", "all_reduce"}
+    for found in world(2).run(in_flight, cases):
+        assert found == [[before, flags, set()] for before in (both, flags)]
 
 
 def quiet(log):
