@@ -542,13 +542,16 @@ def test_a_field_read_wrongly_is_told_although_other_sizes_agree(field, told, mo
     assert len(huggingface.compare(file, config, torch.zeros(1, 2))[0]) == told
 
 
+TINY = {  # sizes of a model of transformers
+    "vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 8,
+}  # fmt: skip
+
+
 @pytest.mark.prove
 def test_a_shape_that_transformers_does_not_have_is_named():
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        "llama", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=8,
-    )  # fmt: skip
+    config = transformers.AutoConfig.for_model("llama", **TINY)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     weights = theirs.state_dict() | {"model.norm.weight": torch.ones(4, 4)}
     odd = huggingface._Theirs.read(SimpleNamespace(weights=weights), theirs)
@@ -559,10 +562,7 @@ def test_a_shape_that_transformers_does_not_have_is_named():
 def test_a_padding_token_beyond_the_vocabulary_is_no_mistake_of_the_fork():
     """SmolLM3's own pad_token_id is 128004, whatever the size of the vocabulary."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        "smollm3", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=8,
-    )  # fmt: skip
+    config = transformers.AutoConfig.for_model("smollm3", **TINY)
     assert config.pad_token_id > 11
     maker = SimpleNamespace(library=transformers)
     assert huggingface._Theirs.made(maker, config).config.pad_token_id is None

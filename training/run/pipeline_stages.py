@@ -77,9 +77,9 @@ def check_made_here(
     """Raise ValueError for a parameter of this rank, of `names`, that only other pipeline ranks
     use: this rank's copy would not be trained, and a checkpoint has room for one. uses: `uses_of`.
     """
-    elsewhere = {name for part in model_profile(config, provider).uses for name in part}
+    used = {name for part in model_profile(config, provider).uses for name in part}
     for name in names:
-        if name in elsewhere and name not in uses:
+        if name in used and name not in uses:
             raise ValueError(
                 f"--model-file {config.model.model_file}: {name} is made on a pipeline rank that "
                 "does not use it: make it only where self.stages has the stage that does (its "
