@@ -48,7 +48,6 @@ from training.checkpoint import Checkpoint
 from training.checkpoint.find import nothing_at, open_checkpoint, refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
-from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
 from training.files.untrusted import owner_only, printable, sentence
 from training.run.text import in_units
@@ -150,7 +149,7 @@ def do_convert(args: argparse.Namespace) -> int:
         taken, how = Checkpoint(made), "--finetune"
         state = taken.state
         if args.from_mcore and state["iteration"]:
-            moments = any(is_state(name, taken.index) for name in taken.index)
+            moments = len(taken.weights()) < len(taken.index)
             how = (
                 f"{'' if moments else '--no-load-optim '}--data-order megatron: iteration "
                 f"{state['iteration']}, {state['consumed_samples']} samples consumed, AdamW's "

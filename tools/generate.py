@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -218,8 +219,8 @@ def load_model(
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
-    embedding = newest.index.get("model.embed_tokens.weight", {"dtype": "F32"})
-    stored = BY_NAME[embedding["dtype"]]  # a tensor that is missing is named below
+    dtypes = Counter(newest.index[name]["dtype"] for name in newest.weights())
+    stored = BY_NAME[max(dtypes, key=dtypes.__getitem__, default="F32")]
     saved = newest.state.get("config")
     file = model_file_of(sizes, saved, own)
     config = saved_config(file, sizes, saved)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from model.llama import Llama, LlamaConfig, hf_config, hf_names
+from model.load import load_model_file
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
@@ -22,6 +23,7 @@ from tools import generate as module
 from tools.checkpoint import main as convert
 from tools.generate import Stream, generate, load_model, main, pick, threads_for
 from training.checkpoint import find_latest, load, parameter_pieces, save
+from training.checkpoint.pieces import state_name, whole
 from training.data.tokenizer import NullTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +52,28 @@ def write(root: Path, state: dict[str, Any], config: LlamaConfig = CONFIG) -> Pa
     pieces = parameter_pieces(unique_parameters(model), hf_names(model), Grid())
     save(root, step=1, pieces=pieces, state={"hf_config": hf_config(config), **state}, grid=Grid())
     return root
+
+
+def test_a_forks_model_has_the_dtype_that_is_stored(tmp_path: Path) -> None:
+    """Its tensors have names of their own, and there are moments in float32."""
+    file = tmp_path / "neox.py"
+    file.write_text(
+        "from model.llama import *\nfrom model import llama\n\n\nclass Model(llama.Llama):\n"
+        '    hf_ends = {**llama.Llama.hf_ends, "embedding": "gpt_neox.embed_in"}\n'
+    )
+    neox = load_model_file(str(file))
+    model = neox.Model(CONFIG, LayerContext(dtype=torch.bfloat16)).initialize(1)
+    pieces = parameter_pieces(unique_parameters(model), neox.hf_names(model), Grid())
+    for kind in ("exp_avg", "exp_avg_sq"):
+        pieces += [
+            whole(state_name(piece.name, kind), piece.tensor.float())
+            for piece in pieces
+            if piece.tensor.dtype == torch.bfloat16
+        ]
+    state = {"hf_config": neox.hf_config(CONFIG)}
+    save(tmp_path / "run", step=1, pieces=pieces, state=state, grid=Grid())
+    found, _ = load_model(str(tmp_path / "run"), Grid(), torch.device("cpu"), None, str(file))
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
 
 
 def greedy_by_full_forward(model: Llama, ids: list[int], new: int) -> list[int]:

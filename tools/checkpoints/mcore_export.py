@@ -48,7 +48,7 @@ from training.checkpoint.files import write_bytes
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import spelt
 from training.checkpoint.lock import DirectoryLock
-from training.checkpoint.pieces import is_state, state_name, whole
+from training.checkpoint.pieces import state_name, whole
 from training.files.owned import check, fsync_directory, plain_files, refuse
 from training.files.untrusted import printable, read_plain
 from training.run.waiting import Progress
@@ -199,10 +199,8 @@ def _check_state(found: Checkpoint, names: Names) -> bool:
     Raises ValueError for the state of another optimizer, and for other weights than a dense
     Llama's.
     """
-    kinds = {
-        name.rpartition(".")[2] for name in found.index if is_state(name, found.index)
-    } - {"amax_history"}  # fmt: skip
-    weights = {name for name in found.index if not is_state(name, found.index)}
+    weights = {*found.weights()}
+    kinds = {name.rpartition(".")[2] for name in found.index.keys() - weights} - {"amax_history"}
     if odd := sorted(weights - names.shapes.keys()):
         raise ValueError(f"{found.directory}: {odd[0]} is not a tensor of a dense Llama")
     dtypes = {found.index[name]["dtype"] for name in names.shapes}

@@ -13,7 +13,6 @@ from training.checkpoint import Checkpoint, CheckpointError
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
-from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import TRASH, UNFINISHED, evaluations, step_directories
 from training.run.text import aligned, in_units
 from training.run.waiting import waiting
@@ -115,10 +114,8 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
 def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
     """Yield lines on a checkpoint: progress, layout, config and, if asked, each tensor."""
     state = found.state
-    weights: list[dict[str, Any]] = []
-    optimizer: list[dict[str, Any]] = []
-    for name, entry in found.index.items():
-        (optimizer if is_state(name, found.index) else weights).append(entry)
+    weights = found.weights()
+    optimizer = found.index.keys() - weights
     if isinstance(found, HuggingFaceDirectory):
         rows = [("Hugging Face's", f"saved {saved_at(found.directory)}")]
     else:
@@ -127,8 +124,8 @@ def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
         rows.append(("written by", layout_of(state)))
     rows += [
         ("files", f"{len(found.manifest['files'])}, {in_units(bytes_of(found))}"),
-        ("weights", _summary(weights)),
-        ("optimizer", _summary(optimizer)),
+        ("weights", _summary([found.index[name] for name in weights])),
+        ("optimizer", _summary([found.index[name] for name in optimizer])),
     ]
     rest = {k: v for k, v in state.items() if k not in (*PROGRESS, "step", "layout", "iteration")}
     rows += [(key, str(value)) for key, value in flatten(rest)]

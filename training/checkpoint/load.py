@@ -129,6 +129,10 @@ class Checkpoint:
         check_state(self.state)
         check_index(self.index, self.manifest)
 
+    def weights(self) -> list[str]:
+        """Return the names of the weights: all tensors that are not optimizer state."""
+        return [name for name in self.index if not is_state(name, self.index)]
+
     def check_sizes(self, names: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if the size of a file is not the manifest's. None: check all files,
         on one rank.

@@ -31,18 +31,13 @@ from training.checkpoint.files import (
     write_safetensors,
 )
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.pieces import NamedPiece, into_files, is_state
+from training.checkpoint.pieces import NamedPiece, into_files
 from training.checkpoint.stream import stream
 from training.files.owned import check, empty, fsync_directory, rename, set_aside
 from training.files.written import Written
 
 RUBBISH = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}")  # leftovers of a killed write or removal
 Extra = tuple[Mapping[str, bytes], Mapping[str, Any]]  # small files; more fields of config.json
-
-
-def weights_of(found: Checkpoint) -> list[str]:
-    """Return the names of a checkpoint's weights: all tensors that are not optimizer state."""
-    return [name for name in found.index if not is_state(name, found.index)]
 
 
 def write_huggingface(

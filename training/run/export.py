@@ -22,13 +22,7 @@ from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import open_plain
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.stream import attached
-from training.checkpoint.write_huggingface import (
-    Extra,
-    clear,
-    keep_newest,
-    weights_of,
-    write_huggingface,
-)
+from training.checkpoint.write_huggingface import Extra, clear, keep_newest, write_huggingface
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.foreign_code import LARGEST
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in, with_class
@@ -98,7 +92,7 @@ class HuggingFaceSaves:
             return self._extra
 
         write_huggingface(
-            self.root / saved.name, found, weights_of(found), extra,
+            self.root / saved.name, found, found.weights(), extra,
             dtype=getattr(torch, self.config.save_hf_dtype),
             shard_bytes=SHARD_BYTES,
             grid=self.grid, world=world, record=self._record,
@@ -108,7 +102,7 @@ class HuggingFaceSaves:
         self.note(f"wrote {self.root / saved.name} for transformers")
         if not self._checked:
             self._checked = True
-            shapes = {name: tuple(found.index[name]["shape"]) for name in weights_of(found)}
+            shapes = {name: tuple(found.index[name]["shape"]) for name in found.weights()}
             if why := not_for_transformers(found.state["hf_config"], shapes):
                 self.note(f"--save-hf {self.root}: {why}")
         try:

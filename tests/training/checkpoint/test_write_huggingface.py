@@ -15,12 +15,7 @@ from safetensors.torch import load_file
 from mpu.grid import Grid
 from training.checkpoint import Checkpoint, SaveError, save
 from training.checkpoint.pieces import whole
-from training.checkpoint.write_huggingface import (
-    clear,
-    keep_newest,
-    weights_of,
-    write_huggingface,
-)
+from training.checkpoint.write_huggingface import clear, keep_newest, write_huggingface
 from training.files.written import Written
 
 NAMES = [f"layers.{i}.weight" for i in range(7)]
@@ -43,7 +38,7 @@ def record_of(root: Path) -> Path:
 def write(saved: Checkpoint, target: Path, hook: Any = lambda at: None, extra: Any = None) -> None:
     """Write the weights in bf16, two to a file, and record that in "record" beside the folder."""
     write_huggingface(
-        target, saved, weights_of(saved), extra or (lambda: ({"t.json": b"{}"}, {"eos": 3})),
+        target, saved, saved.weights(), extra or (lambda: ({"t.json": b"{}"}, {"eos": 3})),
         dtype=torch.bfloat16, shard_bytes=2 * 24, grid=Grid(), hook=hook,
         record=Written(record_of(target.parent)),
     )  # fmt: skip
