@@ -42,7 +42,7 @@ HELD = {
         -1,
         r"\[rank 0\] (making the sample order of .*/corpus in .*corpus-cache, at .*s so far"
         r"|waiting for the sample order of .*, which another process makes \(.*: waited .*)$",
-        "making .* done|the sample order of .* is there, after",
+        "making .* done|the sample order of .* is ready, after",
     ),
 }
 
