@@ -78,14 +78,13 @@ def be_rank(desk: Desk, case: Case, port: int, limit: float, rank: int, tell: Te
 
 
 def explained(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> Answer:
-    """Run a case. On one rank autograd keeps the lines of the forward pass, so that an error in
-    backward gets a note with a line of the model's file.
+    """Run a case. An error in the backward pass of one rank, whose steps autograd keeps the lines
+    of, gets a note with a line of the model's file.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with torch.autograd.set_detect_anomaly(case.oracle, check_nan=False):
-                return work(desk, case, rank, store, limit)
+            return work(desk, case, rank, store, limit)
         except RuntimeError as error:
             written = "".join(getattr(error, "__notes__", ()))  # lines that write in place
             error.__notes__ = []

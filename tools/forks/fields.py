@@ -94,6 +94,8 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
     found: list[Finding] = []
     known = {field.name for field in fields(LlamaConfig)}
     for name in (field.name for field in fields(config) if field.init):
+        if name in OF_THE_RUN:
+            continue
         lost, idle = [], []
         for base, logits in zip(bases, before, strict=True):
             values = [v for v in others(name, getattr(base, name)) if _valid(base, name, v)]
@@ -102,11 +104,10 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
                 continue
             some = [replace(base, **{name: value}) for value in values]
             lost.append(_after_saving(file, base, some[0], name, tokens))
-            alike = all(_same(logits, output_of(file, one, tokens)) for one in some)
-            idle.append(alike and _idle_in_more_layers(file, base, name, tokens))
-        unread = bool(idle) and all(idle) and name not in WITHOUT_EFFECT
-        if name in OF_THE_RUN:
-            continue
+            if name not in WITHOUT_EFFECT:
+                alike = all(_same(logits, output_of(file, one, tokens)) for one in some)
+                idle.append(alike and _idle_in_more_layers(file, base, name, tokens))
+        unread = bool(idle) and all(idle)
         if lost and all(lost):
             more = f"; the model does not depend on it either: let {own} refuse other values"
             if name not in known:

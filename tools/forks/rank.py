@@ -145,7 +145,8 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
         return
     report.warnings += casts.warned()
     try:
-        losses = [step(run, number, desk.record(case.name, number))[0] for number in range(3)]
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):  # slow: here only
+            losses = [step(run, number, desk.record(case.name, number))[0] for number in range(3)]
     except RuntimeError as failure:
         failure.add_note(casts.written())
         raise
