@@ -8,6 +8,7 @@ import pytest
 
 import pretrain_llama
 from forecast import traffic
+from forecast.recording import record
 from tests.sampling import sampled
 from tests.training.small_llama import PIPELINE, read
 
@@ -52,6 +53,15 @@ def test_traffic_of_a_pipeline_rank():
     ways = ("forward", "backward", "wgrad")
     count = [sum(r.get(("tp", "all_gather", way), (0, 0))[0] for way in ways) for r in (sp, split)]
     assert count == [8 * 6 * 2, 8 * 8 * 2]  # a W apart from its B gathers again
+
+
+def test_a_few_micro_batches_send_what_all_do():
+    """Of a pipeline of two: 9 micro-batches, of which fewer are recorded."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1"
+    config = read(f"{flags} --zero-stage 2 --global-batch-size 18", 8)
+    few, every = (record(config, pretrain_llama, [1], few=count)[1] for count in (0, 9))
+    assert 1 < few.few < every.few == 9
+    assert traffic.totals(traffic.rows(few)) == traffic.totals(traffic.rows(every))
 
 
 def test_traffic():

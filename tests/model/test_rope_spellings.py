@@ -6,6 +6,8 @@ is written is read alike by transformers 4 and 5 (tests/model/rope_spellings.py)
 """
 
 import json
+import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from model.llama import Llama
+from model.llama import Llama, LlamaConfig
 from model.load import model_file_of, read_sizes
+from mpu.layers.rope import Yarn
 from tests.model.rope_spellings import Form, asked, forms, whole
 from tests.sampling import sampled
 
@@ -82,6 +85,20 @@ def test_every_spelling_is_read_as_transformers_reads_it_or_refused(count: int) 
     print(f"{count} forms were played: {counts}, wrong {len(wrong)}")
     assert not wrong, wrong[0]
     assert counts["right"] > count / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("factor", 0.5, "from 1 on"), ("factor", math.inf, "from 1 on"), ("factor", "4", "from 1"),
+        ("beta_fast", -1.0, "above 0"), ("attention_factor", math.nan, "above 0"),
+        ("original_length", 0, "a whole number from 1 to"), ("beta_slow", 40.0, "beta_fast is 32"),
+    ],
+)  # fmt: skip
+def test_a_scaling_that_cannot_be_is_named(name: str, value: Any, rule: str) -> None:
+    yarn = replace(Yarn(4.0, 16), **{"attention_factor": 1.0, name: value})
+    with pytest.raises(ValueError, match=f"yarn's .*{rule}"):
+        LlamaConfig(96, 32, 48, 2, 4, 2, yarn=yarn)
 
 
 def test_what_is_written_is_read_alike_by_transformers_4_and_5() -> None:

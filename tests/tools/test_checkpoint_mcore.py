@@ -151,7 +151,7 @@ def convert(
         (False, torch.float32, True, qwen3),
     ],
 )
-def test_weights_come_in_to_the_bit(tmp_path, tied, dtype, stacked, file):
+def test_weights_come_in_to_the_bit(tmp_path, capsys, tied, dtype, stacked, file):
     model = model_of(tied, dtype, file).initialize(4)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -161,6 +161,8 @@ def test_weights_come_in_to_the_bit(tmp_path, tied, dtype, stacked, file):
     write_parts(tmp_path / "ckpt" / "iter_0000007", interleave(ours, stacked))
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("7")
     assert convert(tmp_path, tmp_path / "ckpt", tied, file) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{PADDED - V} rows of the vocabulary beyond the {V} of " in said
     back = stored(tmp_path / "weft" / "step_00000000")
     assert back.keys() == ours.keys()
     assert [n for n in ours if back[n].dtype != dtype or not torch.equal(back[n], ours[n])] == []

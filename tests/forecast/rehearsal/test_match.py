@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers of all ranks meet, or what does not fit and what stands still is found."""
 
-from forecast.rehearsal.events import HostWait, Transfer, Wait, Where
+from forecast.rehearsal.events import HostWait, Record, Transfer, Wait, Where
 from forecast.rehearsal.match import match
 
 
@@ -52,6 +52,12 @@ class Script:
 
     def wait(self, number):
         self.events.append(Wait(-1, 0, "", number))
+
+    def record(self, event, stream):
+        self.events.append(Record(event, self.streams[stream], ""))
+
+    def wait_for(self, event):
+        self.events.append(Wait(event, 0, ""))
 
 
 def two():
@@ -128,6 +134,23 @@ def test_a_wait_of_the_compute_stream_holds_up_what_starts_from_it():
     b.wait(b.receive(0, "there"))
     b.send(0, "back")
     assert found(a, b) == []
+
+
+def test_a_wait_for_an_event_holds_up_no_more_than_what_comes_before_the_event():
+    for early in (True, False):
+        a, b = two()
+        a.receive(1, "forth")
+        if early:
+            a.record(7, "forth")
+        a.receive(1, "forth")
+        a.record(8, "forth")
+        a.wait_for(7 if early else 8)
+        a.send(1, "back")
+        b.send(0, "forth")
+        b.wait(b.receive(0, "back"))
+        b.send(0, "forth")
+        kinds = [kind for kind, *_ in found(a, b)]
+        assert kinds == [] if early else ["deadlock"] * len(kinds) != []
 
 
 def test_a_host_that_waits_puts_nothing_more_on_its_streams():
