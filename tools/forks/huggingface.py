@@ -7,6 +7,7 @@ transformers' model gets the fork's weights by the names of `hf_names`, and its 
 """
 
 import importlib
+import math
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -160,6 +161,11 @@ def _makers(
         lines |= {int(line) for name, line in FRAME.findall(kept) if name == file}
         at += [each for each, _ in node.next_functions]
     return found, lines, used
+
+
+def _by_token(x: Tensor, *sizes: int) -> Tensor:
+    """Return [*sizes, h] in place of [n, h], in which a router has all tokens."""
+    return x.unflatten(0, sizes) if x.dim() == 2 and len(x) == math.prod(sizes) else x
 
 
 class _Choices(TorchFunctionMode):
@@ -316,9 +322,8 @@ class _Theirs:
                 alike[name.removesuffix(".weight")] = found
 
         def keep(name: str, kind: str, x: Tensor) -> None:
-            flat = x.dim() == 2 and len(x) == rows * length  # as a router has tokens
-            x = x.unflatten(0, (rows, length)) if flat else x
-            there.setdefault((name, kind), x.clone())  # a later line may overwrite it
+            x = _by_token(x, rows, length).clone()  # a later line may overwrite it
+            there.setdefault((name, kind), x)
 
         with _seen(modules, {n for found in alike.values() for n in found}, keep):
             self.logits(theirs)
@@ -332,9 +337,7 @@ class _Theirs:
             if any(part is None or part.dim() < 3 for part in parts):
                 return
             want = torch.cat([p for p in parts if p is not None], -1)
-            flat = x.dim() == 2 and len(x) == rows * length
-            got = (x.unflatten(0, (length, rows)) if flat else x).detach().transpose(0, 1)
-            got = got[..., : want.shape[-1]]
+            got = _by_token(x, length, rows).detach().transpose(0, 1)[..., : want.shape[-1]]
             if got.dim() == 4 and got.shape != want.shape:  # [b, heads, s, d] there
                 want = want.transpose(1, 2)
             if got.shape != want.shape:
@@ -342,7 +345,7 @@ class _Theirs:
             what, error = f"the {kind} of {name}", float((got - want).norm() / want.norm())
             if error <= SAME:
                 agree.append((what, x, len(choices.lines)))
-            if error <= SAME or flat:  # some routers return scores in place of logits
+            if error <= SAME or x.dim() == 2:  # some routers return scores in place of logits
                 return
             after = f" after {agree[-1][0]}" if agree else ""
             what += f" is the first{after} that differs, by {error:.2g} of its norm, from that of "
