@@ -19,7 +19,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ import torch
 
 from mpu.torch_private import running_node
 from tools.bisect.checkouts import NoCheckout, checkout
-from tools.bisect.lines import Step, first_step, same_machine
+from tools.bisect.lines import Step, compared, first_step, same_machine
 from tools.bisect.ranks import ROOT, RunError, run
 from tools.bisect.recorded import RANKS
 from tools.bisect.sides import Named, named, replay_flags, run_side
@@ -136,13 +135,17 @@ def _is_ours(out: Path) -> bool:
     """
     folders = [f"{what}-{side}" for what in ("run", "replay") for side in "AB"]
     replayed = re.compile(r"record|(out|err|stack)\.\d+|rank-\d+\.(bin|json)|step\.json")
+    made = re.compile(r"(out|err|stack)\.\d+|(log|digests)\.jsonl|saved|cache")
     if out.is_symlink() or not out.is_dir():
         return False
     for path in out.iterdir():
         if path.name in folders and path.is_dir() and not path.is_symlink():
-            names = [] if path.name.startswith("run") else [p.name for p in path.rglob("*")]
-            if not all(map(replayed.fullmatch, names)):
+            run = path.name.startswith("run")
+            names = [p.name for p in (path.iterdir() if run else path.rglob("*"))]
+            if not all(map((made if run else replayed).fullmatch, names)):
                 return False
+            if run and not {"out.0"} <= {*names} and names not in ([], ["cache"]):
+                return False  # a user's own run
         elif path.name != REPORT or not path.is_file():
             return False
         elif not path.read_bytes().startswith(b'{\n "sentence"'):
@@ -165,7 +168,17 @@ def bisect(
     """
     found = Outcome(progress=progress or Progress())
     for side in (a, b):
+        if side.unset:
+            names = ", ".join(side.unset)
+            found.notes.append(f"{side.letter} runs without {names}: set it for this tool instead")
         if side.program is not None and side.folder is None:
+            place = work / f"run-{side.letter}"
+            for each in (a, b):
+                if each.folder and each.folder.resolve().is_relative_to(place.resolve()):
+                    raise ValueError(
+                        f"--out {work}: a run of {side.letter} would replace {each.folder}, which "
+                        f"is {each.letter}: name another folder"
+                    )
             found.progress.begin(f"running {side.letter}, for {duration(limit)} at most")
             if failed := run_side(side, work, steps, limit):
                 found.notes.append(f"{side.letter} failed: {failed}")
@@ -173,7 +186,7 @@ def bisect(
     may = allowed(a.lines.config, b.lines.config)
     if why := same_machine(*sides):
         found.notes.append(f"{why}: equal bits are not expected, so sketches are compared")
-        may = replace(may, exact=False, why=why)
+        may = replace(may, exact=False)
     found.settings = different_settings(a, b)
     if not all(lines.steps for lines in sides):
         missing = " and ".join(s.letter for s in (a, b) if not s.lines.steps)
@@ -190,8 +203,8 @@ def bisect(
     step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
     step = step or first_failing(a, b) or first_step(*sides, may, found.notes)
     if step is None:
-        ends = [max(lines.steps.keys() | lines.log.keys()) for lines in sides]
-        last, failures = min(ends), [note for note in found.notes if " failed: " in note]
+        last = compared(*sides, may)[-1][0]
+        failures = [note for note in found.notes if " failed: " in note]
         found.same, found.sentence = not failures, f"no step differs up to step {last}"
         if failures:
             found.sentence += f"; then {'; '.join(failures)}"
@@ -387,5 +400,4 @@ def short(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    began = time.monotonic()
     sys.exit(main())

@@ -14,6 +14,7 @@ agree, 1 if something does not, 2 for a mistake in the command line.
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -57,6 +58,7 @@ from training.run.watch.recorder import FRAME
 
 LOADED = 1e-7  # tolerance of loaded weights against one rank's, relative to the norm
 PRELOADED = ("tools.forks.rank", "transformers.modeling_utils")
+SIDES = ("one rank", "this layout")
 LONGER = 5  # times --timeout for the references, which do more and wait for no other rank
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
@@ -226,15 +228,14 @@ def hold(world: Ranks, row: Row) -> None:
     whats: tuple[int | str, ...] = (2,) if case.load else ("initial", 0, 1)
     distances = {"": LOADED}  # of the weights with which a step begins
     for what in whats:
-        why = "fp64, in other orders of sums"
-        allowed = Allowed(what == "initial", why, begins=what == 0, distances=distances)
+        allowed = Allowed(what == "initial", begins=what == 0, distances=distances)
         verdict = None
         if what == "initial" or not row.found("replicas"):  # these end the first step
             one, other = desk.one_rank(case.tied, what), Side(desk.record(case.name, what))
             found = compare(one, other, allowed, to_end=True)
             row.measure(found)
             distances = found.weights
-            verdict = conclude(found, one, other, allowed)
+            verdict = conclude(found, one, other, allowed, SIDES)
             if found.first is None:
                 continue
             if what == "initial":
@@ -244,7 +245,7 @@ def hold(world: Ranks, row: Row) -> None:
                 continue
         assert isinstance(what, int)
         sides = [Side(recorded_inside(world, each, what)) for each in (one_rank(case.tied), case)]
-        inside = verdict_of(sides[0], sides[1], allowed)
+        inside = verdict_of(sides[0], sides[1], allowed, SIDES)
         verdict = verdict if inside.same else inside
         if verdict is not None:
             row.explain_with(what, (sides[1].numbers["loss"], sides[0].numbers["loss"]), verdict)
@@ -257,6 +258,7 @@ def recorded_inside(world: Ranks, case: Case, number: int) -> Path:
     if not folder.exists():
         answers = world.run(case._replace(record=number, save=""))
         if wrong := [each for each in answers if each is None or "error" in each]:
+            shutil.rmtree(folder, ignore_errors=True)  # it is incomplete
             raise RuntimeError(f"a record of {case.name} failed: {wrong[0]}")
     return folder
 
@@ -319,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = Row(case, time.monotonic() - began, findings=[("internal", "", line)])
             if case.oracle and row.blocks:
                 broken.add(case.tied)
-            if row.differs or row.refused:
+            if row.differs or row.blocks or row.refused or row.found("shape"):
                 spoiled.add(case.save or case.name)
             rows.append(row)
             print(row.line(width), flush=True)

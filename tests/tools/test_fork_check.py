@@ -5,6 +5,7 @@ The models themselves pass.
 """
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ import torch
 from model import llama
 from tests.tools import fork_mistakes, fork_tensors
 from tools import fork_check
+from tools.compare.verdict import Verdict
 from tools.fork_check import main
 from tools.forks import huggingface, layouts
 from tools.forks.case import Desk
 from tools.forks.fields import others, output_of
 from tools.forks.one import initial_values
+from tools.forks.results_table import Row, table
 from training.run import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -348,6 +351,66 @@ def test_a_layout_that_the_model_itself_refuses_is_no_disagreement(tmp_path, cap
     out = capfd.readouterr().out
     line = "cp 2 all_gather: not run, as the model refuses it: --context-parallel-size must be 1"
     assert line in out and "all 2 layouts agree, and 1 were not run" in out
+
+
+@pytest.mark.prove
+def test_a_checkpoint_of_a_layout_with_wrong_shapes_is_not_loaded(tmp_path, capfd):
+    path = write(tmp_path, *MISTAKES["norm over a shard"][:2])
+    assert main(["--model", str(path), "--only", "pp 2 1f1b, loads tp 2 + SP"]) == 1
+    out = capfd.readouterr().out
+    assert "not run: the checkpoint to load is wrong" in out and "2 of 3 layouts disagree" in out
+
+
+@pytest.mark.prove
+def test_a_module_may_return_complex_numbers(tmp_path, capfd):
+    """As Meta's RoPE does: the record of a layout that differs has what is made of them."""
+    turn = "class Turn(nn.Module):\n    def forward(self, x):\n"
+    turn += "        return torch.polar(torch.ones_like(x), x)\n\n\nclass Attention("
+    (local,) = MISTAKES["local positions"][1].values()
+    edits = {
+        "class Attention(": turn,
+        PROJ: PROJ + "        self.turn = Turn()\n",
+        QKV: "        x = x + 0 * self.turn(x).real\n" + local,
+    }
+    path = write(tmp_path, "llama", edits)
+    assert main(["--model", str(path), "--only", "tp 2 + SP"]) == 1
+    out = capfd.readouterr().out
+    assert "the input of layers.0.attention.proj (RowParallelLinear) differs first" in out, out
+
+
+def test_the_likely_cause_is_of_a_layout_and_not_of_what_it_loads():
+    every = layouts.cases()
+    names = [case.name for case in every]
+    for word, what in (("tp ", "with tensor parallelism"), ("SP", "under SP"), ("pp ", "in pipe")):
+        failed = [name for name in names if word in name.partition(", loads ")[0]]
+        assert f"(only {what}" in layouts.pattern(failed, names, ("", False))
+    rows = [Row(case, 0.0) for case in every]
+    (loads,) = (row for row in rows if row.case.name == "pp 2 1f1b, loads tp 2 + SP")
+    loads.explain_with(2, (1.0, 1.0), Verdict("the weight w differs first", False, begins=True))
+    text = "\n".join(table(rows))
+    assert "the loaded checkpoint differs from what was saved" in text
+    assert "likely cause" not in text
+
+
+def test_a_record_that_failed_is_not_taken_for_a_whole_one(tmp_path):
+    desk, case = Desk("", str(tmp_path), (), ()), layouts.cases()[0]
+    folder = desk.record(case.name, 0, inside=True)
+
+    def run(case):
+        Path(folder).mkdir(parents=True)
+        return [{"error": "out of time"}]
+
+    world = SimpleNamespace(desk=desk, run=run)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a record of one rank failed: .*out of time"):
+            fork_check.recorded_inside(world, case, 0)
+
+
+def test_transformers_4_saves_the_names_that_it_has_in_memory(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    theirs = SimpleNamespace(state_dict=lambda: {"lm_head.weight": 0})
+    ours = SimpleNamespace(weights={"lm_head.weight": 0})
+    assert huggingface._Theirs.renamed(ours, theirs) == ""
 
 
 def test_experts_are_dealt_out_and_a_layout_that_their_rule_refuses_is_not_run(tmp_path):

@@ -173,7 +173,7 @@ def read(folder: Path) -> Lines:
     for path in sorted(folder.rglob("*.jsonl")):
         for number, row in _rows(path):
             where = f"{path}, line {number}"
-            if "format" in row:
+            if path.name == DIGESTS and "format" in row:
                 if row["format"] != FORMAT:
                     raise ValueError(
                         f"{path}: its format is {str(row['format'])[:80]!r}, not {FORMAT!r}"
@@ -237,15 +237,11 @@ def first_step(
     notes: gets a line if rounding hides later differences. Raises ValueError if the runs have no
     step in common.
     """
-    digests = bool(one.steps and other.steps)
-    ours, theirs = (one.steps, other.steps) if digests else (one.log, other.log)
-    common = sorted(ours.keys() & theirs.keys())
-    if not common:
-        raise ValueError("the two runs have no step in common: no digests and no log of it")
     before, base = 0, _base(one, other)
     limits, grown = Limits(0.0 if allowed.exact else base), Grown()
     blind = 0
-    for i in common:
+    for i, digests in compared(one, other, allowed):
+        ours, theirs = (one.steps, other.steps) if digests else (one.log, other.log)
         a, b = ours[i], theirs[i]
         if digests and not allowed.exact:
             limits = _limits(a, b, (one, other), base, grown, begins=i == _start(one, other) + 1)
@@ -270,6 +266,21 @@ def first_step(
             "cannot be compared: compare from a common checkpoint"
         )
     return None
+
+
+def compared(one: Lines, other: Lines, allowed: Allowed) -> list[tuple[int, bool]]:
+    """Return the steps of both sides that are compared, and whether each is by its digests.
+
+    Logged losses count where there are no digests: after the last ones only if equal bits are
+    expected, as the distance by rounding is not known there. Raises ValueError if there is none.
+    """
+    steps = sorted(one.steps.keys() & other.steps.keys())
+    log = sorted(one.log.keys() & other.log.keys())
+    if one.steps and other.steps:
+        log = [i for i in log if steps and i > steps[-1] and allowed.exact]
+    if not steps and not log:
+        raise ValueError("the two runs have no step in common: no digests and no log of it")
+    return [*((i, True) for i in steps), *((i, False) for i in log)]
 
 
 def _start(one: Lines, other: Lines) -> int:
@@ -375,12 +386,12 @@ def _tensors(
     limits: Limits | None,
 ) -> list[str]:
     """Return the tensors whose digests of a kind differ; limits None: compare exactly."""
-    ours, theirs = (side.head["names"] for side in sides)
-    found = [name for name in ours if name not in set(theirs)]
+    ours, theirs = ({name: i for i, name in enumerate(side.head["names"])} for side in sides)
+    found = [*(name for name in ours if name not in theirs),
+             *(name for name in theirs if name not in ours)]  # fmt: skip
     if limits is None:
-        number = {name: i for i, name in enumerate(theirs)}
-        same = ((i, number[name]) for i, name in enumerate(ours) if name in number)
-        return found + [ours[i] for i, j in same if a[kind][i] != b[kind][j]]
+        both = [name for name in ours if name in theirs]
+        return found + [n for n in both if a[kind][ours[n]] != b[kind][theirs[n]]]
     largest = max((sketch[0] for sketch in a[f"{kind} sketch"]), default=0.0)
     for name, x, y in _pairs(a, b, kind, sides):
         size, limit = max(x[0], y[0], 1e-4 * largest), limits.tensor(kind, name)

@@ -6,14 +6,16 @@ digest of every step, into a folder of this comparison.
 """
 
 import os
+import re
 import shlex
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tools.bisect import recorded
 from tools.bisect.lines import Lines, read
-from tools.bisect.ranks import PROGRAM, ROOT, Program, RunError, run
+from tools.bisect.ranks import PROGRAM, Program, RunError, run
 from training.flags.foreign import uses_of, value_of
 
 # flags for the output of a run
@@ -45,6 +47,7 @@ class Named:
     folder: Path | None = None
     ran: bool = False
     why_not: str = ""  # why it cannot be replayed
+    unset: list[str] = field(default_factory=list)  # NAME=value of its command line
 
 
 def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
@@ -90,8 +93,9 @@ def named(
         except ValueError as error:
             side.why_not = str(error)
         else:
-            if value_of(flags, "--data-path"):  # do not write next to the data
-                flags = (*flags, "--data-cache-path", str(work / "cache"))
+            if "--mock-data" not in flags:  # do not write next to the data
+                cache = work / f"run-{letter}" / "cache"
+                flags = (*flags, "--data-cache-path", str(cache))
             side.program = Program(tree, tree / PROGRAM, flags, world)
         return side
     if model_file is not None:
@@ -111,15 +115,23 @@ def named(
         raise ValueError(f"{letter}: name a folder of a run, or a command line in quotes")
     if len(words) == 1 and not words[0].startswith("-"):
         raise ValueError(f"{letter}: {text} is neither a folder nor a command line")
-    return Named(letter, text, _program(words, tree, ranks))
+    program, before = _program(words, tree, ranks)
+    unset = [w for w in before if re.match(r"\w+=", w) and not w.startswith("WORLD_SIZE=")]
+    return Named(letter, text, program, unset=unset)
 
 
-def _program(words: Sequence[str], tree: Path, ranks: int | None) -> Program:
-    """Read a command line: [NAME=value] [python | torchrun ...] [program.py] flags."""
+def _program(
+    words: Sequence[str], tree: Path, ranks: int | None
+) -> tuple[Program, Sequence[str]]:
+    """Read a command line: [NAME=value] [python | torchrun ...] [program.py] flags.
+
+    Returns the program and the words before it.
+    """
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     flags = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     before, script = list(words[:flags]), tree / PROGRAM
-    if at is not None and (at < flags or words[0] in ("torchrun", "python", "python3")):
+    launcher = Path(next((word for word in words if "=" not in word), "")).name
+    if at is not None and (at < flags or launcher == "torchrun" or launcher.startswith("python")):
         before, flags = list(words[:at]), at + 1
         script = Path(words[at])
         script = tree / PROGRAM if script.name == PROGRAM else script.resolve()
@@ -127,7 +139,7 @@ def _program(words: Sequence[str], tree: Path, ranks: int | None) -> Program:
             raise ValueError(f"{script}: there is no such program")
     argv = list(words[flags:])
     world = ranks or int(_launched(before) or _least(argv))
-    return Program(tree, script, tuple(argv), world)
+    return Program(tree, script, tuple(argv), world), before
 
 
 def _launched(before: Sequence[str]) -> str | None:
@@ -155,6 +167,8 @@ def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
     """
     assert side.program is not None
     folder = work / f"run-{side.letter}"
+    if folder.exists():  # of an earlier comparison (main)
+        shutil.rmtree(folder)
     argv = without(side.program.argv, PLACES)
     total = int(value_of(argv, "--train-iters") or 0)
     count = min(steps or total, total or steps or 0)
@@ -186,6 +200,3 @@ def replay_flags(side: Named, start: Path | None) -> list[str]:
         argv += ["--load", str(start.parent), "--ckpt-step", number]
         argv += ["--allow-change", "seed", "data", "tokenizer", "batch", "rope"]
     return argv
-
-
-__all__ = ["ROOT", "Named", "named", "replay_flags", "run_side", "without"]

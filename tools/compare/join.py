@@ -24,7 +24,7 @@ from torch import Tensor
 INSIDE = "tensor-parallel"  # a region
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 )}  # fmt: skip
 
 

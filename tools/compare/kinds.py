@@ -27,8 +27,10 @@ class Kind:
     text: str
 
 
-def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
-    """Return the kind of a difference, or None if none fits."""
+def kind_of(
+    found: Difference, one: Side, other: Side, names: tuple[str, str] = ("A", "B")
+) -> Kind | None:
+    """Return the kind of a difference, or None if none fits. names: of the sides."""
     a, b = found.one, found.other
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return _of_numbers(found)
@@ -39,8 +41,10 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
     if a.shape != b.shape:
         return _of_shapes(a.shape, b.shape, other)
     if not torch.equal(a.isfinite(), b.isfinite()):
-        count = int((a.isfinite() & ~b.isfinite()).sum())
-        return Kind("not finite", f"{count} of {b.numel()} values are not finite")
+        counts = [int((~x.isfinite()).sum()) for x in (a, b)]
+        side = counts[1] >= counts[0]
+        text = f"{counts[side]} of {b.numel()} values of {names[side]} are not finite"
+        return Kind("not finite", text)
     near = _near(a, b, one, other)
     return (
         _flipped(a, b)
@@ -69,6 +73,8 @@ def _near(a: Tensor, b: Tensor, one: Side, other: Side) -> Near:
 
 def _of_numbers(found: Difference) -> Kind | None:
     if isinstance(found.one, float) and isinstance(found.other, float) and found.one:
+        if not math.isfinite(found.one) or not math.isfinite(found.other):
+            return Kind("not finite", "one of them is not finite")
         ratio = found.other / found.one
         how = (
             f"it is {ratio:.6g} times the other" if abs(ratio - 1) > 1e-6 else "in its last digits"

@@ -40,13 +40,21 @@ class Verdict:
         return asdict(self)
 
 
-def verdict_of(one: Side, other: Side, allowed: Allowed) -> Verdict:
-    """Compare two recorded steps and return the verdict."""
-    return conclude(compare(one, other, allowed), one, other, allowed)
+def verdict_of(
+    one: Side, other: Side, allowed: Allowed, names: tuple[str, str] = ("A", "B")
+) -> Verdict:
+    """Compare two recorded steps and return the verdict. names: of the sides."""
+    return conclude(compare(one, other, allowed), one, other, allowed, names)
 
 
-def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict:
-    """Return the verdict on a comparison."""
+def conclude(
+    found: Comparison,
+    one: Side,
+    other: Side,
+    allowed: Allowed,
+    names: tuple[str, str] = ("A", "B"),
+) -> Verdict:
+    """Return the verdict on a comparison. names: of the sides."""
     left = sorted({f"{key.kind} {key.name}".strip() for key in found.left_out})
     if found.first is None:
         far = max(found.errors.values(), default=0.0)
@@ -55,12 +63,12 @@ def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Ver
         text = f"all {found.compared:,} tensors of the step {how}"
         return Verdict(text, True, compared=found.compared, left_out=left)
     first = found.first
-    kind = kind_of(first, one, other)
+    kind = kind_of(first, one, other, names)
     what, name, module = _tensor(first, one, other)
     phase = _phase(first.key)
     text = f"in {phase}, {what} differs first" if phase else f"{what} differs first"
     if isinstance(first.one, bool):
-        text += f": only {'A' if first.one else 'B'} has it"
+        text += f": only {names[0] if first.one else names[1]} has it"
         text += f", and the other never calls {module}" if first.key.group == "activation" else ""
     else:
         text += f", by {_far(first)}"

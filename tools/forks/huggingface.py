@@ -255,7 +255,10 @@ class _Theirs:
         here = theirs.state_dict()
         if not self.weights.keys() <= here.keys():  # they are a checkpoint's, which `read` reads
             return ""
-        saved = importlib.import_module("transformers.core_model_loading")
+        try:
+            saved = importlib.import_module("transformers.core_model_loading")
+        except ImportError:  # transformers 4 saves the names that it has in memory
+            return ""
         kept = saved.revert_weight_conversion(theirs, here).keys()
         wrong, right = sorted(self.weights.keys() - kept), sorted(kept - here.keys())
         some = f"{wrong[0]} is only its name in memory, and checkpoints have " if wrong else ""

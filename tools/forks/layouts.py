@@ -292,12 +292,12 @@ CAUSES = {  # by the kind of the first difference, and whether it is of a gradie
 def pattern(failed: Sequence[str], ran: Sequence[str], kind: tuple[str, bool]) -> str:
     """Return the common property of the failed layouts and the likely cause, or "".
 
-    ran: the names of all layouts. The pattern that the fewest of them have is used. kind: a key of
-    `CAUSES`.
+    ran: the names of the layouts that were compared; what one of them loads does not count. The
+    pattern that the fewest of them have is used. kind: a key of `CAUSES`.
     """
     fits = []
     for number, one in enumerate(PATTERNS):
-        having = [name for name in ran if one.has(name)]
+        having = [name for name in ran if one.has(name.partition(", loads ")[0])]
         if set(failed) <= set(having) and (one is not PATTERNS[-1] or SPLIT in failed):
             fits.append((len(having), number, one))
     cause = CAUSES.get(kind, "")

@@ -209,10 +209,15 @@ def table(rows: Sequence[Row]) -> list[str]:
         text = first[same]
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
-    failed = [row.case.name for row in rows if row.compared]
+    failed = [
+        row.case.name
+        for row in rows
+        if row.compared and not (row.verdict and row.verdict.begins)  # a wrong checkpoint
+    ]
+    ran = [row.case.name for row in rows if row.result == "agrees"]
     kinds = {(v.kind, "gradient" in v.what) for row in rows if (v := row.verdict)}
     alike = kinds.pop() if len(kinds) == 1 else ("", False)
-    lines += filter(None, [pattern(failed, [row.case.name for row in rows], alike)])
+    lines += filter(None, [pattern(failed, ran, alike)])
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     lines += [f"note: {note}" for note in notes]
     warned: dict[str, list[str]] = {}  # of every layer the same

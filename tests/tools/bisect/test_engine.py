@@ -237,4 +237,36 @@ def test_which_layouts_have_equal_bits():
     assert allowed(base, pipeline).exact
     assert not allowed(base, base | {"parallel.world_size": 2}).exact
     found = allowed(base, base | {"parallel.tensor_model_parallel_size": 2})
-    assert not found.exact and "--tensor-model-parallel-size" in found.why
+    assert not found.exact
+
+
+def test_the_side_that_a_sentence_is_about_is_named(tmp_path):
+    """By its letter, or by its name: who lacks a tensor, and who has values that are not finite."""
+    broken = HIDDEN.clone()
+    broken[0, 0, :2] = float("nan")
+
+    def more(record):
+        record.activation("norm", HIDDEN)
+        record.activation("mlp", HIDDEN)
+
+    fills = {"one": hidden(), "more": more, "broken": hidden(broken)}
+    sides = {name: one_rank(tmp_path / name, fill) for name, fill in fills.items()}
+    names = ("one rank", "this layout")
+    for one, other, said in (("one", "more", ("only B has", "only this layout has")),
+                             ("more", "one", ("only A has", "only one rank has")),
+                             ("broken", "one", (": 2 of 144 values of A", "values of one rank")),
+                             ("one", "broken", (": 2 of 144 values of B", "of this layout are")),
+                             ):  # fmt: skip
+        assert said[0] in verdict_of(sides[one], sides[other], EXACT).sentence
+        assert said[1] in verdict_of(sides[one], sides[other], EXACT, names).sentence
+
+
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_said(lost, tmp_path):
+    def with_loss(loss):
+        return lambda record: record.numbers.update(loss=loss)
+
+    one, other = (one_rank(tmp_path / f"{x}", with_loss(x)) for x in (2.3, lost))
+    for pair in ((one, other), (other, one)):
+        verdict = verdict_of(*pair, EXACT)
+        assert verdict.kind == "not finite" and "one of them is not finite" in verdict.sentence

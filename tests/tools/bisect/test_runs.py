@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from tests.tools.bisect import planted as cases
 from tools import bisect_runs
-from tools.bisect.lines import Lines, first_step, read
-from tools.bisect.ranks import Program, _own_model
+from tools.bisect import sides
+from tools.bisect.lines import DIGESTS, Lines, compared, first_step, read
+from tools.bisect.ranks import Program, RunError, _own_model
 from tools.bisect.recorded import _kept
 from tools.bisect.sides import named, without
 from tools.compare.first_difference import Allowed
@@ -186,6 +188,24 @@ def test_the_first_step_that_differs(other, exact, what, names):
         assert found.between == 1
 
 
+def test_a_tensor_that_one_run_alone_has_differs():
+    one, other = digests(), digests()
+    other.head = {**other.head, "names": ["a", "c"]}
+    for pair in ((one, other), (other, one)):
+        assert {*first_step(*pair, Allowed(True)).names} == {"b", "c"}
+
+
+def test_logged_losses_count_after_the_last_digests():
+    one, other = digests(), digests()
+    for side, loss in ((one, 3.5), (other, 3.25)):
+        side.log = {i: {"iteration": i, "loss": loss if i == 5 else 4.0} for i in (3, 4, 5, 6)}
+    found = first_step(one, other, Allowed(True))
+    assert (found.iteration, found.what, found.between) == (5, "loss", 4)
+    assert first_step(one, other, Allowed(False)) is None  # by how much they may differ?
+    assert [compared(one, other, Allowed(exact))[-1] for exact in (True, False)] == [
+        (6, False), (3, True)]  # fmt: skip
+
+
 def test_losses_and_norms_say_it_where_there_are_no_digests(tmp_path):
     for name, loss in (("a", 3.5), ("b", 3.25)):
         (tmp_path / name).mkdir()
@@ -197,6 +217,8 @@ def test_losses_and_norms_say_it_where_there_are_no_digests(tmp_path):
     assert found.iteration == 2 and "of losses and norms alone" in found.text
     with pytest.raises(ValueError, match="no step in common"):
         first_step(one, Lines(), Allowed(True))
+    (tmp_path / "a" / "texts.jsonl").write_text('{"text": "a", "format": "markdown"}\n')
+    assert read(tmp_path / "a").log.keys() == {1, 2}
     (tmp_path / "a" / "digests.jsonl").write_text('{"format": "weft digests 9", "iteration": 0}\n')
     with pytest.raises(ValueError, match="weft digests 9"):
         read(tmp_path / "a")
@@ -208,6 +230,10 @@ def test_what_names_a_side(tmp_path):
     words = "torchrun --nproc-per-node 4 pretrain_llama.py --seed 1"
     side = named("A", words, ROOT, None, tmp_path)
     assert side.program.world == 4 and side.program.argv == ("--seed", "1")
+    for before, unset in (("OMP_NUM_THREADS=1 WORLD_SIZE=4 torchrun", ["OMP_NUM_THREADS=1"]),
+                          (".venv/bin/torchrun", []), ("python3.11 -m torchrun", [])):  # fmt: skip
+        same = named("A", words.replace("torchrun", before), ROOT, None, tmp_path)
+        assert same.program == side.program and same.unset == unset
     other = named("B", "", tmp_path, None, tmp_path, like=side)
     assert other.program.tree == tmp_path and other.program.argv == ("--seed", "1")
     with pytest.raises(ValueError, match="is neither a folder nor a command line"):
@@ -216,3 +242,49 @@ def test_what_names_a_side(tmp_path):
     assert side.program is None and "command line" in side.why_not
     argv = ["--save", "x", "--seed", "1", "--log_json=y", "--async-save"]
     assert without(argv, {"--save", "--log-json", "--async-save"}) == ["--seed", "1"]
+
+
+def of_run(folder, *names):
+    """Write files as the tool's own run leaves them; return their folder."""
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("")
+    return folder
+
+
+def test_a_run_replaces_only_one_of_an_earlier_comparison(tmp_path, capsys, monkeypatch):
+    """What is left of the earlier one is not read as the new one's. Nobody's own files go."""
+
+    def fails(program, folder, *more, **kept):
+        raise RunError("rank 0 exited with code 2: --no-such-flag")
+
+    monkeypatch.setattr(sides, "run", fails)
+    b = of_run(tmp_path / "b", "log.jsonl")
+    b.joinpath("log.jsonl").write_text('{"iteration": 1, "loss": 4.0}')
+    for name in ("cache", "notes.txt", "saved"):
+        out = tmp_path / f"with {name}"
+        kept = of_run(out / "run-A", name, *["out.0"] * (name != "saved"))
+        shutil.copy(b / "log.jsonl", kept)
+        assert bisect_runs.main(["--no-such-flag 1", str(b), "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        if name == "cache":
+            assert "A: rank 0 exited with code 2: --no-such-flag" in said
+        else:
+            assert "it exists and is not of an earlier comparison" in said
+        assert kept.exists() == (name != "cache")
+    out = tmp_path / "out"
+    shutil.copytree(b, out / "run-A").joinpath("out.0").write_text("")
+    assert bisect_runs.main(["--no-such-flag 1", str(out / "run-A"), "--out", str(out)]) == 2
+    assert "a run of A would replace" in capsys.readouterr().err
+    assert (out / "run-A" / "log.jsonl").exists()
+
+
+def test_a_run_made_again_writes_nothing_beside_its_data(tmp_path, monkeypatch):
+    head = {"format": "weft digests 1", "iteration": 0, "world": 1, "names": []}
+    monkeypatch.setattr(sides.recorded, "flags_of", lambda argv, *more: tuple(argv))
+    for flags, kept in (("--train-data-path x", True), ("--data-stages x", True),
+                        ("--mock-data", False)):  # fmt: skip
+        (tmp_path / DIGESTS).write_text(json.dumps(head | {"command_line": flags.split()}))
+        side = named("B", str(tmp_path), ROOT, None, tmp_path / "out")
+        cache = ("--data-cache-path", str(tmp_path / "out" / "run-B" / "cache")) * kept
+        assert side.program.argv == (*flags.split(), *cache)

@@ -72,6 +72,11 @@ class _Watch(Recorder):
         self.found: list[tuple[list[int], str]] = []
         self._looks = 0
 
+    def state(self, when: str) -> None:
+        """Check the weights and moments before the rerun, which changes none."""
+        if when == "before":
+            super().state(when)
+
     @torch.no_grad()
     def keep(self, x: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         """Record a non-finite tensor, if it is this rank's first of its kind."""
@@ -79,13 +84,14 @@ class _Watch(Recorder):
         kind = AFTER.get(entry.get("kind", ""), WEIGHT)
         if "phase" in entry:
             kind = FORWARD if entry["phase"] == IN_FORWARD else BACKWARD
-        if entry.get("when") != "after" and all(order[0] != kind for order, _ in self.found):
+        if all(order[0] != kind for order, _ in self.found):
             if fault := fault_of(x):
                 number, stage = entry.get("micro_batch", 0), entry.get("stage", 0)
                 order = [kind, number, stage if kind == FORWARD else -stage, self._looks]
                 text = f"{in_words(entry)} ({fault})"
                 if "micro_batch" in entry:
-                    text += f", of micro-batch {number}: {self._samples(number, x)}"
+                    activation = x if "phase" in entry else x.new_empty(())
+                    text += f", of micro-batch {number}: {self._samples(number, activation)}"
                 self.found.append((order, text))
         return {}
 
@@ -94,7 +100,10 @@ class _Watch(Recorder):
         self.keep(event.tensors[0], {**entry, **self._where()})
 
     def _samples(self, number: int, value: Tensor) -> str:
-        """Return the first sample of a micro-batch with non-finite values, or all its samples."""
+        """Return the first sample of a micro-batch with non-finite values, or all its samples.
+
+        value: an activation, or a tensor without dimensions.
+        """
         batch = self.batches[min(number, len(self.batches) - 1)]
         rows = len(batch.tokens)
         dim = {3: 1, 2: 0}.get(value.dim(), -1)  # hidden states [s, b, h], losses [b, s]

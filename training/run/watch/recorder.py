@@ -282,6 +282,8 @@ class Recorder:
     def _output(self, event: Event) -> None:
         line, call = self._line(), self._count(OUTPUT, event.name, event.phase)
         for i, x in enumerate(event.tensors):
+            if x.is_complex():  # as RoPE's factors may be; what is made of them is recorded
+                continue
             of = _Of(OUTPUT, event.name, event.of, i)
             own = "" if line.startswith(f"{self.fork}:") else self._made(x)
             self._activation(of, x, call, own or line, event.phase)

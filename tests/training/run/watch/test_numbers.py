@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.sampling import sampled
 from tools import checkpoint as tool
 from training.checkpoint import manifest
 from training.checkpoint.files import check_file
-from training.run.watch import guard
+from training.run.watch import first_nonfinite, guard
 
 FLAGS = """
     --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2
@@ -262,6 +263,25 @@ def test_the_first_tensor_that_is_not_finite_is_named(
     assert f"the first non-finite value is in {what}" in said, said
     assert "layers.0.mlp" in said and "(1 of its 1024 values are not finite" in said
     assert "of micro-batch 0: sample 9, from" in said and "on rank 0" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples"), [("output", "sample 18, from"), ("own gradient", "samples 16 to 19, the")]
+)
+def test_a_row_of_a_weights_gradient_is_no_sample(kind: str, samples: str) -> None:
+    """It has as many rows here as the micro-batch: 4."""
+    batch = SimpleNamespace(tokens=torch.zeros(4, 8), first_sample=16)
+    watch: Any = first_nonfinite._Watch.__new__(first_nonfinite._Watch)
+    watch.batches, watch.found, watch._looks = [batch], [], 0
+    watch.dataset = SimpleNamespace(describe=lambda sample: f"sample {sample} of a set")
+    x = torch.zeros(4, 6)
+    x[2, 3] = NAN
+    where = {"micro_batch": 0, "stage": 0, "kind": kind}
+    activation = {"group": "activation", "name": "head", "of": "Head", "phase": "forward"}
+    gradient = {"group": "parameter", "module": "router.weight"}
+    watch.keep(x, where | (activation if kind == "output" else gradient))
+    ((_, text),) = watch.found
+    assert f"of micro-batch 0: {samples}" in text
 
 
 def test_rewind_passes_over_the_samples_that_break_a_step(
