@@ -363,14 +363,16 @@ def test_a_checkpoint_of_a_layout_with_wrong_shapes_is_not_loaded(tmp_path, capf
 
 @pytest.mark.prove
 def test_a_module_may_return_complex_numbers(tmp_path, capfd):
-    """As Meta's RoPE does: the record of a layout that differs has what is made of them."""
+    """As Meta's RoPE does: the record of a layout that differs has what is made of them. It takes
+    the queries, keys and values of a rank's heads, as qkv gives them, and declares no region.
+    """
     turn = "class Turn(nn.Module):\n    def forward(self, x):\n"
     turn += "        return torch.polar(torch.ones_like(x), x)\n\n\nclass Attention("
     (local,) = MISTAKES["local positions"][1].values()
     edits = {
         "class Attention(": turn,
         PROJ: PROJ + "        self.turn = Turn()\n",
-        QKV: "        x = x + 0 * self.turn(x).real\n" + local,
+        QKV: local + "        qkv = qkv + 0 * self.turn(qkv).real\n",
     }
     path = write(tmp_path, "llama", edits)
     assert main(["--model", str(path), "--only", "tp 2 + SP"]) == 1

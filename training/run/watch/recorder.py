@@ -78,11 +78,14 @@ def in_words(entry: Mapping[str, Any]) -> str:
 
 
 class _Known(NamedTuple):
-    """A recorded tensor, its version at that time, and the fields that `keep` returned."""
+    """A recorded tensor, its version at that time, the fields that `keep` returned, and the region
+    and sections of its entry.
+    """
 
     tensor: Tensor
     version: int
     kept: dict[str, Any]
+    region: dict[str, Any]
 
 
 class _Of(NamedTuple):
@@ -159,17 +162,23 @@ class Recorder:
     # recording tensors
 
     def write(self, group: str, name: str, tensor: Tensor, **more: Any) -> None:
-        """Record a tensor; one that was recorded before, and is unchanged, only gets an entry."""
+        """Record a tensor; one that was recorded before, and is unchanged, only gets an entry.
+
+        A module that declares no region for it has that of the module that declares one.
+        """
         entry = {"group": group, "name": name, **more}
         known = next((w for w in self._near if w.tensor is tensor), None)
         if known is not None and known.version == version_of(tensor):
             self._near = [*(w for w in self._near if w is not known), known]
+            if group == "activation" and not entry["region"]:
+                entry |= known.region
             self.entries.append({**known.kept, **entry})
             return
         kept = self.keep(tensor.detach(), entry)
         self.entries.append({**kept, **entry})
         if group == "activation":
-            self._near = [*self._near[-NEAR + 1 :], _Known(tensor, version_of(tensor), kept)]
+            region = {key: entry[key] for key in ("region", "sections")}
+            self._near = [*self._near[-NEAR + 1 :], _Known(tensor, version_of(tensor), kept, region)]
 
     def _batch(self) -> None:
         for i, batch in enumerate(self.batches):
