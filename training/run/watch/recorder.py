@@ -178,7 +178,8 @@ class Recorder:
         self.entries.append({**kept, **entry})
         if group == "activation":
             region = {key: entry[key] for key in ("region", "sections")}
-            self._near = [*self._near[-NEAR + 1 :], _Known(tensor, version_of(tensor), kept, region)]
+            known = _Known(tensor, version_of(tensor), kept, region)
+            self._near = [*self._near[-NEAR + 1 :], known]
 
     def _batch(self) -> None:
         for i, batch in enumerate(self.batches):
