@@ -48,18 +48,22 @@ PRELOADED = [
     "torch._dynamo",
 ]
 
-# Files that take longest, the longest first, as --durations tells. Before them the one that counts
-# what a rank allocates, for which its processes are new.
+# Files that take longest, the longest first, as --durations tells: those of `make prove`, then those
+# of `make test`. Before them the one that counts what a rank allocates, for which its processes are
+# new.
 LONGEST = """
-forecast/test_recording.py model/test_moe_parity.py forecast/planner/test_plan.py
+forecast/test_recording.py
+forecast/rehearsal/test_faults.py forecast/rehearsal/test_layouts.py tools/test_fork_check.py
+tools/bisect/test_runs.py test_flag_sets.py test_context_run.py model/test_one_file.py
+model/test_moe_parity.py forecast/planner/test_plan.py
 forecast/test_dry_run.py forecast/rehearsal/test_whole_step.py forecast/rehearsal/test_rehearse.py
 forecast/rehearsal/test_cpu.py
 training/settings/test_update_rules.py model/test_frozen.py training/checkpoint/test_reshard.py
-tools/test_fork_check.py model/test_zero_parity.py training/run/test_saver.py
+model/test_zero_parity.py training/run/test_saver.py
 training/run/watch/test_numbers.py model/test_float8.py model/test_moe_router.py
 model/test_pipeline_parity.py model/test_context_parity.py forecast/test_buffers.py
 forecast/test_step_memory.py forecast/test_activations.py mpu/layers/float8/test_recipe.py
- tools/test_gpu_check.py faults/test_hangs.py faults/test_failures.py tools/test_explain.py
+tools/test_gpu_check.py faults/test_hangs.py faults/test_failures.py tools/test_explain.py
 model/test_parity.py model/test_worked_forks.py model/test_deepseek.py
 training/checkpoint/test_sweep.py training/checkpoint/test_retain.py
 training/faults/test_hang_watch.py training/faults/test_monitor.py
