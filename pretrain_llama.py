@@ -334,16 +334,17 @@ def train(
         MemoryReport(run, log),  # once
         Stepped(error_file) if error_file else None,  # once
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
+        Digests(run, saver.saved.names, saver.saved.digests, log) if digests else None,
         guard,  # signals, time, bad values: stops or rewinds; uses the decisions of Intervals
         profile,
         Replicas(run, rewind, loaders.train, log, train_step) if check.check_replicas else None,
-        Digests(run, saver.saved.names, saver.saved.digests, log) if digests else None,
         GarbageCollection(config) if config.run.manual_gc else None,
         OverlapNotes(overlap.auto, log) if overlap.auto else None,
     ]
     watchers = [watcher for watcher in asked if watcher]
     stop_signal.begin()
     with profile or nullcontext(), slow or nullcontext():
+        signal = False
         rewind.begin()  # saves the start, if the run may have to rewind to it
         while rewind.unfinished(total):  # also counts skipped steps
             step = Step.next(run)
@@ -383,13 +384,12 @@ def train(
                 run.monitor.enter("save", f"saving iteration {run.iteration} with its loss")
                 saver.save(run.iteration, run.consumed, must=True, hurry=True)
             if decision.stop:
-                if run.iteration < total:
-                    done, next_stage = f"iteration {run.iteration} of {total}", ""
-                    if stage := waits_for(config, run.consumed):
-                        next_stage = stage.name
-                    note = stop_signal.end(decision.signal, done, config.checkpoint, next_stage)
-                    log.note(note)
-                return
+                signal = decision.signal
+                break
+        if run.iteration < total:
+            done, stage = f"iteration {run.iteration} of {total}", waits_for(config, run.consumed)
+            next_stage = stage.name if stage else ""
+            log.note(stop_signal.end(signal, done, config.checkpoint, next_stage))
 
 
 def main(

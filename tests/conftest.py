@@ -48,9 +48,8 @@ PRELOADED = [
     "torch._dynamo",
 ]
 
-# Files that take longest, the longest first, as --durations tells: those of `make prove`, then those
-# of `make test`. Before them the one that counts what a rank allocates, for which its processes are
-# new.
+# Files that take longest, the longest first, as --durations tells: of `make prove`, then of
+# `make test`. Before them the one that counts what a rank allocates, for which its processes are new.
 LONGEST = """
 forecast/test_recording.py
 forecast/rehearsal/test_faults.py forecast/rehearsal/test_layouts.py tools/test_fork_check.py

@@ -142,6 +142,20 @@ def hold(result: Result, whole: Result, tolerance: float) -> None:
 
 
 @pytest.mark.prove
+def test_a_stage_of_other_rows_begins_in_a_new_process_though_the_step_before_is_skipped(
+    launcher, folder, whole
+):
+    """Steps 12 and 13, of two stages: both would need rows of another length."""
+    more = "--iterations-to-skip 12 13"
+    first = start(launcher, folder, "one rank", more=more)
+    assert first.codes == [75], first.said(0)
+    assert "as stage long is next: the same command continues" in first.said(0, "out")
+    assert first.saved()[-1] == "step_00000012" and sorted(losses(first)) == [*range(1, 12)]
+    last = start(launcher, folder, "one rank", more=more, folder=first.folder)
+    assert last.codes == [0], last.said(0)
+    assert sorted(losses(last)) == [*range(1, 12), *range(14, 19)]
+
+
 def test_killed_in_each_stage_in_one_layout(launcher, folder, whole):
     hold(killed_in_each(launcher, folder, ("one rank",) * 4, ("update",) * 3), whole, 0)
 

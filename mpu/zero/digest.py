@@ -93,7 +93,7 @@ class StateDigest:
         own = [n for b in buckets for name, _, _ in b.params for n in table[name]]
         for axis in (grid.pp, grid.ep):
             texts = gather_bytes("\n".join(own).encode(), axis, self.device)
-            own = list(dict.fromkeys(n for text in texts for n in text.decode().split("\n")))
+            own = list(dict.fromkeys(n for text in texts for n in text.decode().splitlines()))
         self.names = sorted(own)
         number = {name: i for i, name in enumerate(self.names)}
         self._work = [[*self._parts(bucket, table, number)] for bucket in buckets]

@@ -32,6 +32,7 @@ from training.data.same_data import Part, twice
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 from training.data.stage_datasets import Staged, StageData
 from training.faults.activity import Activity
+from training.settings.batch_size import total_iterations, total_samples
 from training.settings.stages import stage_of
 
 if TYPE_CHECKING:
@@ -267,17 +268,15 @@ def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     are equal.
     """
     batch, run = config.batch, config.run
-    size, steps = batch.global_batch_size, batch.train_iters
-    train = batch.train_samples if steps is None else steps * size
-    assert train is not None, "--train-iters or --train-samples is given"
-    steps = train // size if steps is None else steps
+    size, steps = batch.global_batch_size, total_iterations(config)
+    train = total_samples(config)
     evaluation = max(0, run.eval_iters) * size
     times = 1
     if run.eval_interval:
         left_out = (run.start_eval_at_iter or 0) // run.eval_interval
         times = max(1, steps // run.eval_interval + 1 - left_out)
     return {
-        "train": (train, train),
+        "train": (max(batch.train_samples or 0, train), train),
         "valid": (times * evaluation, evaluation),
         "test": (evaluation, evaluation),
     }

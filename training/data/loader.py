@@ -161,6 +161,7 @@ class Loader:
             count = -(-length // global_batch_size)
         for k in range(count):
             yield self.next_global_batch(k * global_batch_size, global_batch_size)
+        self.close()  # what was read ahead: the next evaluation begins at sample 0
 
     def close(self) -> None:
         """Stop reading ahead; the loader may be used again."""

@@ -117,9 +117,12 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
 
     try:
         with owner_only():
-            return wandb.init(project=project, name=name, config=run_config)
+            run = wandb.init(project=project, name=name, config=run_config)
     except wandb.Error as error:
         raise ValueError(f"--wandb-project {project}: {error}") from None
+    run.define_metric("iteration")  # its own step only grows: an earlier iteration would be lost
+    run.define_metric("*", step_metric="iteration")
+    return run
 
 
 def check_wandb_login(project: str) -> None:
@@ -191,7 +194,7 @@ class Outputs:
 
     def _plot(self, numbers: dict[str, Any], step: int) -> None:
         self._try("tensorboard", lambda writer: write_scalars(writer, numbers, step))
-        self._try("wandb", lambda run: run.log(numbers, step=step))
+        self._try("wandb", lambda run: run.log({**numbers, "iteration": step}))
 
     def _try(self, name: str, work: Callable[[Any], None]) -> None:
         """Call work() on an output, if it is open; drop it, with a line about it, if that fails.

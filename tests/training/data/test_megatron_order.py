@@ -23,7 +23,8 @@ from tests.training.data.megatron_orders import (
     ours,
     write_files,
 )
-from training.data.build import build_datasets, build_loaders
+from tests.training.small_llama import SMALL, read
+from training.data.build import build_datasets, build_loaders, samples_needed
 from training.data.dataset import DataError
 
 DIGESTS = json.loads(WRITTEN.read_text())["digests"]
@@ -109,3 +110,19 @@ def test_a_run_reads_it_and_a_resume_refuses_the_other_order(tmp_path, capsys):
     assert pretrain_llama.main([*words, "--data-order", "megatron"]) == 0
     order = np.load(next(iter(Path(tmp_path / "cache").glob("*.npy"))), mmap_mode="r")
     assert order.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("length", "made", "read_"),
+    [
+        ("--train-iters 10", 30, 30), ("--train-samples 51", 54, 54),
+        ("--train-iters 10 --global-batch-size 4", 40, 40),
+        ("--train-samples 50 --global-batch-size 4", 50, 48),  # as Megatron, of which the order is
+    ],
+)  # fmt: skip
+def test_the_order_is_made_for_all_steps_of_a_schedule_of_batch_sizes(length, made, read_):
+    """20 samples in batches of 2, then batches of 4."""
+    schedule = "" if "global" in length else '--step-batch-size-schedule "0:2 320:4"'
+    base = SMALL.replace("--train-iters 10", "") + " --micro-batch-size 1"
+    config = read(f"{length} {schedule}", base=base)
+    assert samples_needed(config)["train"] == (made, read_)

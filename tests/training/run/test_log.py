@@ -276,7 +276,7 @@ def test_an_error_of_wandb_ends_wandb(monkeypatch, capsys):
     def broken(*given, **named):
         raise RuntimeError("no network")
 
-    run = SimpleNamespace(log=broken, finish=broken)
+    run = SimpleNamespace(log=broken, finish=broken, define_metric=lambda *given, **named: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: run))
     with make(wandb_project="llamas") as log:
         step(log, 1)
@@ -317,16 +317,18 @@ def test_tensorboard_hides_what_a_resumed_run_overwrites(tmp_path):
 def test_wandb_gets_every_record(monkeypatch):
     calls = []
     run = SimpleNamespace(
-        log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: calls.append("end")
-    )
+        log=calls.append, finish=lambda: calls.append("end"),
+        define_metric=lambda name, **more: calls.append((name, more)),
+    )  # fmt: skip
     monkeypatch.setitem(
         sys.modules, "wandb", SimpleNamespace(init=lambda **given: calls.append(given) or run)
     )
     with make(wandb_project="llamas", wandb_exp_name="first") as log:
         step(log, 1)
     assert calls[0] == {"project": "llamas", "name": "first", "config": None}
-    assert calls[1][0] == 1 and calls[1][1]["loss"] == 1 / 3
-    assert calls[2] == "end"
+    assert calls[2] == ("*", {"step_metric": "iteration"})  # W&B's own step only grows
+    assert calls[3]["iteration"] == 1 and calls[3]["loss"] == 1 / 3
+    assert calls[4] == "end"
 
 
 def test_cpu_peak_is_measured_and_says_so():

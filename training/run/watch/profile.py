@@ -98,7 +98,7 @@ class Profile:
             self._trace = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
                     wait=max(0, self._first - 1),
-                    warmup=1,
+                    warmup=int(self._first > 0),
                     active=self._end - self._first,
                     repeat=1,
                 ),

@@ -69,7 +69,7 @@ class Replicas:
         if stop:
             raise FloatingPointError(what)
         self.log.note(f"{what}; continuing from there")
-        return BACK
+        return CONTINUE  # it is the same iteration again: what is due after it still is
 
     def _replay(self, what: str, found: list[Difference]) -> tuple[list[Difference], str]:
         """Replay the steps since the checkpoint and compare the replicas again.

@@ -13,6 +13,7 @@ from training.run.saver import Saver
 from training.run.state import Run
 from training.run.step import Step
 from training.run.stop import Agreement
+from training.settings.stages import waits_for
 
 REWINDS = 3  # at most, to one checkpoint; after that the samples are not the cause
 
@@ -34,15 +35,17 @@ class Rewind:
             self.saver.save(0, 0, must=True)
 
     def unfinished(self, total: int) -> bool:
-        """Skip iterations where due; return whether a step of the run's `total` follows.
+        """Skip iterations where due; return whether a step of the run's `total` follows in this
+        process: a stage of other settings needs a new one.
 
-        If the run's last steps are skipped, it saves.
+        If the last steps before the end are skipped, it saves.
         """
         run = self.run
         passed = self.pass_over(total)
-        if passed and run.iteration >= total and run.config.checkpoint.save:
+        more = run.iteration < total and waits_for(run.config, run.consumed) is None
+        if passed and not more and run.config.checkpoint.save:
             self.saver.save(run.iteration, run.consumed, must=True)
-        return run.iteration < total
+        return more
 
     def pass_over(self, total: int) -> bool:
         """Skip the next iterations as long as they are listed; return whether there were any."""

@@ -120,6 +120,16 @@ def test_layouts(names, launcher):
                 assert ((a - b).abs() <= 1e-4 * a[:, :1]).all(), (name, kind)
 
 
+def test_a_pipeline_rank_without_trained_weights_has_no_digest(launcher):
+    frozen = ["layers.*", "norm.*", "head.*"]
+    words = [word for name in frozen for word in ("--param-group", name, "frozen")]
+    more = ["--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights"]
+    result = launcher.run(2, [*FLAGS, *more, *words, "--log-digests", "1"])
+    assert result.codes == [0, 0], result.said(0)
+    head, *_ = lines_of(result.folder)
+    assert head["names"] == ["model.embed_tokens.weight"]
+
+
 def test_without_the_flag_nothing_is_written_and_a_bad_place_is_named(launcher, tmp_path):
     result = launcher.run(1, FLAGS)
     assert result.codes == [0] and not (result.folder / "digests.jsonl").exists()

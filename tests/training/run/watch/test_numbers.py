@@ -265,6 +265,23 @@ def test_the_first_tensor_that_is_not_finite_is_named(
     assert "of micro-batch 0: sample 9, from" in said and "on rank 0" in said
 
 
+def test_digests_are_of_their_own_step_after_a_rerun(
+    go: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A step's values are judged one step later, and its rerun writes over the gradients."""
+    found = []
+    for rerun in ("disabled", "validate_results"):
+        with monkeypatch.context() as patch:
+            after_step(patch, {2}, spoil_gradient(NAN))
+            more = f"--train-iters 4 --log-digests 1 --on-nan skip --rerun-mode {rerun}"
+            said = go(f"{more} --save {{tmp}}/{rerun}")
+        assert "skipped" in said and ("in a rerun" in said) == (rerun != "disabled"), said
+        (path,) = tmp_path.rglob("digests.jsonl")
+        found.append([json.loads(line) for line in path.read_text().splitlines()][1:])
+        path.unlink()
+    assert found[0] == found[1] and [line["iteration"] for line in found[0]] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("kind", "samples"), [("output", "sample 18, from"), ("own gradient", "samples 16 to 19, the")]
 )

@@ -40,6 +40,15 @@ def test_only_the_ranks_asked_for_are_traced():
     assert isinstance(profile._trace, torch.profiler.profile)
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 2), (1, 2), (3, 5)])
+def test_the_steps_asked_for_are_traced(first, end):
+    words = [*FLAGS, "--profile-step-start", f"{first}", "--profile-step-end", f"{end}"]
+    config = parse([*words, "--train-iters", "9"], 4)
+    profile = Profile(config, grid(1), types.SimpleNamespace(spans=None), SINK, AGREEMENT)
+    traced = [step for step in range(9) if "RECORD" in profile._trace.schedule(step).name]
+    assert traced == [*range(first, end)]
+
+
 def test_the_first_pipeline_writes_when_each_action_ran(tmp_path, monkeypatch):
     """The engine is asked for spans in the steps wanted; those of the last one are written."""
     monkeypatch.chdir(tmp_path)
