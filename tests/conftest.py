@@ -49,7 +49,7 @@ PRELOADED = [
 ]
 
 # Files that take longest, the longest first, as --durations tells: of `make prove`, then of
-# `make test`. Before them the one that counts what a rank allocates, for which its processes are new.
+# `make test`. Before them the one that counts what a rank allocates, as its processes must be new.
 LONGEST = """
 forecast/test_recording.py
 forecast/rehearsal/test_faults.py forecast/rehearsal/test_layouts.py tools/test_fork_check.py

@@ -27,7 +27,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from io import StringIO
-from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,7 +40,7 @@ if __name__ == "__main__":
 from tools.command_line import Parser, error_line
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing, write_text
-from training.data.shards import documents
+from training.data.shards import documents, keys_of
 from training.data.text_files import ending_of, find_files, split_names, stat_files
 from training.files.owned import check, json_with, refuse
 from training.files.untrusted import open_plain, parse_json, read_json, read_plain
@@ -116,10 +115,11 @@ def pieces(
     A piece ends at the first line end after `size` characters; if there is none within `size` more,
     after a space, or at 2 `size`.
     """
-    total = len(keys) * sum(Path(file).stat().st_size for file in files)
+    each = [(file, key) for file in files for key in keys_of(file, keys)]
+    total = sum(Path(file).stat().st_size for file, _ in each)
     with waiting("reading the texts") as progress:
         progress.begin("", total, "B")
-        for file, key in product(files, keys):
+        for file, key in each:
             for text in documents(file, key, bad, progress.add):
                 yield from _cut(text, size)
 

@@ -345,6 +345,7 @@ def check(args: argparse.Namespace) -> None:
         allowed_with: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
         allowed_with |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
         allowed_with |= dict.fromkeys(("hf_config", "no_load_optim"), ("from_mcore",))
+        allowed_with["model_file"] = ("from_hf", "to_hf")
         out = ("load", "dtype", "max_shard_size", "tokenizer")
         allowed_with |= dict.fromkeys(out, ("to_hf",)) | {"load": ("to_hf", "to_mcore")}
         ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf", "to_mcore")

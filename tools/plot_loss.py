@@ -16,8 +16,11 @@ number it shows. --panels draws other values of the log below the loss, in the r
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +74,12 @@ class Run:
 
     def _place(self, places: list[tuple[int, tuple[float, float]]], i: int) -> tuple[float, float]:
         """Return tokens and hours at an iteration, which may lie between two lines of the log."""
-        before, (tokens, seconds) = 0, (0.0, 0.0)
-        for end, (more, later) in places:
-            if i <= end:
-                share = (i - before) / (end - before)
-                tokens += share * (more - tokens)
-                return tokens, (seconds + share * (later - seconds)) / 3600
-            before, tokens, seconds = end, more, later
+        k = bisect_left(places, i, key=itemgetter(0))
+        before, (tokens, seconds) = places[k - 1] if k else (0, (0.0, 0.0))
+        if k < len(places):
+            end, (more, later) = places[k]
+            share = (i - before) / (end - before)
+            tokens, seconds = tokens + share * (more - tokens), seconds + share * (later - seconds)
         return tokens, seconds / 3600
 
 
@@ -117,7 +119,7 @@ def read_log(path: Path) -> Run:
         for read in leg:
             for name, points in read.points.items():
                 curves[name] |= {i: v for i, v in points.items() if v is not None}
-            before = max(at, default=0)
+            before = next(reversed(at), 0)
             if read.speed is not None and read.iteration > before:
                 rate, step = read.speed
                 tokens, seconds = at.get(before, (0.0, 0.0))
@@ -179,10 +181,11 @@ def smooth(curve: Curve, share: float = 0.04) -> Curve:
     which lags behind a falling loss by a quarter of a window.
     """
     half = half_window(len(curve), share)
+    sums = [0.0, *accumulate(value for _, value in curve)]
     out = []
     for i, (x, _) in enumerate(curve):
-        window = [value for _, value in curve[i - min(half, i) : i + min(half, i) + 1]]
-        out.append((x, sum(window) / len(window)))
+        low, high = i - min(half, i), min(len(curve), i + min(half, i) + 1)
+        out.append((x, (sums[high] - sums[low]) / (high - low)))
     return out
 
 

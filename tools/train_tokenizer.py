@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from tools.command_line import Parser, error_line, integer, prefix
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing
-from training.data.shards import documents
+from training.data.shards import documents, keys_of
 from training.data.text_files import find_files, stat_files
 from training.data.token_texts import SPACE
 from training.files.owned import refuse
@@ -57,11 +57,10 @@ class Texts:
     def read(self, progress: Progress, bad: BadDocuments | None = None) -> Iterator[str]:
         """Yield the documents, and count their bytes. bad: collects unreadable ones."""
         bad = bad or BadDocuments(self.on_bad_document)
-        total = len(self.json_keys) * sum(file.stat().st_size for file in self.files)
-        progress.begin("reading", total, "B")
-        for file in self.files:
-            for key in self.json_keys:
-                yield from documents(file, key, bad, progress.add, self.lines)
+        each = [(file, key) for file in self.files for key in keys_of(file, self.json_keys)]
+        progress.begin("reading", sum(file.stat().st_size for file, _ in each), "B")
+        for file, key in each:
+            yield from documents(file, key, bad, progress.add, self.lines)
 
 
 def lines(
@@ -73,9 +72,10 @@ def lines(
     """
     for text in texts.read(progress):
         for line in text.split("\n"):
-            limit -= len(line.encode())
-            if limit < 0:
+            if limit <= 0:
                 return
+            text_bytes = line.encode()
+            line, limit = text_bytes[:limit].decode(errors="ignore"), limit - len(text_bytes)
             if hashes is not None:
                 line = "".join(c for c in line if c in hashes)
             if line.strip():

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tools.build_corpus import SKIP, build, build_listed, held_out, pieces, read
+from tools.train_tokenizer import Texts
 from training.data.bad_documents import BadDocuments
+from training.run.waiting import Progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +77,16 @@ def test_given_files_are_cut_at_line_ends_and_nothing_is_lost(tmp_path):
 
 
 @pytest.mark.prove
+def test_a_txt_has_one_text_whatever_the_keys(tmp_path):
+    """With two keys of the lines beside it, its text was in the corpus twice."""
+    (tmp_path / "a.txt").write_text("once")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "why", "answer": "so"}) + "\n")
+    files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    keys = ("question", "answer")
+    found = [piece for _, piece in pieces([*map(str, files)], keys=keys)]
+    assert found == ["once", "why", "so"] == [*Texts(files, keys).read(Progress())]
+
+
 def test_this_python_has_a_corpus_worth_training_on(tmp_path):
     command = [sys.executable, "tools/build_corpus.py", "--output-dir", str(tmp_path)]
     done = subprocess.run(

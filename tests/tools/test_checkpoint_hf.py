@@ -354,3 +354,24 @@ def test_a_fork_with_names_of_its_own_and_a_number_that_checkpoints_hold(tmp_pat
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_a_folder_of_a_forks_model_is_read_by_its_file(tmp_path: Path, capsys: Any) -> None:
+    """Both ways; a conversion that would not read the file refuses its flag."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, sliding_window=16,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    fork = ["--model-file", str(ROOT / "examples" / "forks" / "gemma2.py")]
+    words = ["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "hf")]
+    assert main([*words, *fork]) == 0, capsys.readouterr().err
+    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "hf"))
+    assert theirs.keys() <= ours.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    capsys.readouterr()
+    words = ["convert", "--to-mcore", str(tmp_path / "mcore"), "--load", str(tmp_path / "out")]
+    assert main([*words, *fork]) == 2
+    assert "--model-file can only be used with --from-hf or --to-hf" in capsys.readouterr().err

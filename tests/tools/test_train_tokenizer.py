@@ -13,7 +13,8 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.train_tokenizer import Texts, check, train
+from tools.train_tokenizer import Texts, check, lines, train
+from training.run.waiting import Progress
 
 ROOT = Path(__file__).parents[2]
 CODE = "".join(
@@ -33,6 +34,15 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def processor(model):
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"), [(5, ["abcde"]), (12, ["abcdefgh", "ijkl"]), (11, ["abcdefgh", "ij"])]
+)
+def test_a_line_is_cut_where_the_limit_of_bytes_ends(tmp_path, limit, found):
+    """Also the first one, which may have all the text; a character of two bytes is not cut."""
+    (tmp_path / "a.txt").write_text("abcdefgh\n\nij" + ("é" if limit == 11 else "kl") + "\nmore")
+    assert [*lines(Texts([tmp_path / "a.txt"]), limit, Progress())] == found
 
 
 @settings(max_examples=15, deadline=None)

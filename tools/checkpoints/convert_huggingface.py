@@ -99,7 +99,7 @@ def export_hf(
     refuse("--to-hf", target, empty, "an empty directory")
     refuse_to_save(target, "--to-hf")
     progress = progress or Progress()
-    found = open_newest(place, hashed=True, progress=progress)
+    found = open_newest(place, hashed=True, progress=progress, flag="--load", own=own)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
     sizes, saved = found.state["hf_config"], found.state.get("config")

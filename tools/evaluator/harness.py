@@ -116,7 +116,7 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
 
         def _continued(self, context: str, options: dict[str, Any]) -> str:
             stops = options.get("until") or []
-            stops = [stops] if isinstance(stops, str) else stops
+            stops = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
             new = new_tokens(options)
             room = scorer.max_length - new
             if room < 1:
@@ -125,6 +125,11 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
                     "with its prompt (--max-length)"
                 )
             ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+
+            def ended(row: list[int]) -> bool:
+                text = tokenizer.decode(row)
+                return any(stop in text for stop in stops)
+
             draw = bool(options.get("do_sample")) and options.get("temperature") != 0
             [row] = generate(
                 scorer.model,
@@ -134,11 +139,11 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
                 top_k=int(options.get("top_k") or 0),
                 top_p=float(options.get("top_p") or 1.0),
                 stop=tokenizer.eod,
-                until=lambda row: any(stop in tokenizer.decode(row) for stop in stops if stop),
+                until=ended if stops else None,
             )
             text = tokenizer.decode(row)
             for stop in stops:
-                text = text.split(stop)[0] if stop else text
+                text = text.split(stop)[0]
             return text
 
     return Weft()

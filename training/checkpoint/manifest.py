@@ -38,7 +38,7 @@ DIMENSIONS, ELEMENTS, CORNERS = 8, 1 << 60, 1 << 26
 SAVED = re.compile(
     r"(rank_\d{5}-\d{3}|index|state|manifest|tokenizer(_config)?|special_tokens_map|added_tokens"
     r"|vocab|chat_template|generation_config)\.(safetensors|json|model)|merges\.txt"
-    r"|chat_template\.jinja"
+    r"|chat_template\.jinja|[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.(model|tiktoken)"
 )
 
 

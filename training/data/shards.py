@@ -89,7 +89,7 @@ class Shard:
                         texts = self._values(where, text, keys, bad) if text.strip() else None
                     elif kind == "txt" and lines and texts is not None:
                         texts = tuple(text.rstrip("\r\n") for text in texts)
-                        texts = texts if any(texts) else None
+                        texts = texts if any(map(str.strip, texts)) else None
                     if texts is not None:
                         yield where, texts
         except (OSError, EOFError, zlib.error) as error:
@@ -232,6 +232,11 @@ def cut_files(paths: Sequence[str], lines: bool, size: int) -> list[Shard]:
             end = os.path.getsize(path)
             shards += [Shard(path, i, min(i + size, end)) for i in range(0, end, size)]
     return shards
+
+
+def keys_of(path: str | os.PathLike[str], keys: Sequence[str]) -> Sequence[str]:
+    """Return the keys whose texts differ in a file: a .txt has one text, whatever the key."""
+    return keys[:1] if kind_of(os.fspath(path)) == "txt" else keys
 
 
 def documents(

@@ -50,8 +50,8 @@ class TikTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, including special tokens."""
-        return self._model.decode([int(i) for i in ids])
+        """Return the text of ids, with special tokens and without the vocabulary's padding."""
+        return self._model.decode([int(i) for i in ids if i < self.vocab_size])
 
     def texts(self) -> list[bytes]:
         """Return the bytes of each rank, and none of the special tokens."""

@@ -86,8 +86,8 @@ class SentencePieceTokenizer:
             return begin(self, bos) + self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without control tokens."""
-        return self._model.decode([int(i) for i in ids])
+        """Return the text of ids, without control tokens and the vocabulary's padding."""
+        return self._model.decode([int(i) for i in ids if i < self.vocab_size])
 
     def texts(self) -> list[bytes]:
         """Return the bytes of text of each id; a piece writes a space as SPACE."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpu.grid import Grid
 from training.checkpoint import Checkpoint, CheckpointError, find_latest, save
-from training.checkpoint.manifest import step_name
+from training.checkpoint.manifest import holds_a_save, step_name
 from training.checkpoint.pieces import whole
 from training.checkpoint.retain import clear_rubbish, evaluations, prune
 
@@ -282,3 +282,13 @@ def test_a_false_loss_is_refused(lossy: Any, loss: Any) -> None:
     with pytest.raises(CheckpointError, match="evaluation must hold set, digest, loss, only"):
         Checkpoint(root / step_name(20))
     assert [*evaluations(root)] == [step_name(10)]
+
+
+@pytest.mark.parametrize("tokenizer", ["weft.model", "llama3.tiktoken", "tokenizer.json"])
+@pytest.mark.parametrize("own", ["", "notes.txt"])
+def test_a_killed_save_is_known_by_the_names_of_its_files(tmp_path, tokenizer, own):
+    folder = tmp_path / "step_00000003.tmp-0123456789abcdef"
+    folder.mkdir()
+    for name in ("rank_00000-000.safetensors", "index.json", tokenizer, own or "state.json"):
+        (folder / name).write_bytes(b"x")
+    assert holds_a_save(folder) == (not own)

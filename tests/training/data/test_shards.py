@@ -45,9 +45,9 @@ def test_every_cut_reads_the_same_documents(tmp_path, name, ending, size):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_text_whole_or_by_lines(tmp_path, name):
-    path = write(tmp_path / name, "eins\r\nzwei\n\ndrei ☃".encode())
+    path = write(tmp_path / name, "eins\r\nzwei\n\n \t\ndrei ☃".encode())
     (shard,) = cut_files([path], False, 3)
-    assert list(shard.texts("text", False)) == [((0, 0), "eins\r\nzwei\n\ndrei ☃")]
+    assert list(shard.texts("text", False)) == [((0, 0), "eins\r\nzwei\n\n \t\ndrei ☃")]
     assert shard.place(Where(0, 0)) == path
     lines = [t for part in cut_files([path], True, 3) for _, t in part.texts("text", True)]
     assert lines == ["eins", "zwei", "drei ☃"]

@@ -87,6 +87,15 @@ def test_sentencepiece(sentencepiece_path):
         assert other.digest() == tokenizer.digest()
 
 
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "TikTokenizer"])
+def test_the_padding_of_a_vocabulary_has_no_text(sentencepiece_path, tiktoken_path, kind):
+    """A model may draw it, as its vocabulary may be larger (--vocab-size)."""
+    path = tiktoken_path if kind == "TikTokenizer" else sentencepiece_path
+    tokenizer = build_tokenizer(kind, path, None)
+    ids = tokenizer.encode("hello")
+    assert tokenizer.decode([tokenizer.vocab_size, *ids, tokenizer.vocab_size + 7]) == "hello"
+
+
 def test_sentencepiece_without_control_tokens(tmp_path):
     import sentencepiece
 
