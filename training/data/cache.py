@@ -76,12 +76,16 @@ class IndexCache:
                     with self.activity.doing(f"making {what} in {self.directory}"):
                         return self._build(path, text, size, build)
             except OSError as error:
-                self._usable = False
-                self.report(
-                    f"index cache {self.directory}: {error.strerror}; building in memory "
-                    "(--data-cache-path names another directory)"
-                )
+                self._give_up(error)
         return build()
+
+    def _give_up(self, error: OSError) -> None:
+        """Use no cache from now on."""
+        self._usable = False
+        self.report(
+            f"index cache {self.directory}: {error.strerror}; building in memory "
+            "(--data-cache-path names another directory)"
+        )
 
     def _build(
         self, path: str, text: bytes, size: int, build: Callable[[], np.ndarray]
@@ -90,8 +94,11 @@ class IndexCache:
         if found is None:
             found = build()
             assert found.dtype == np.int32 and found.shape == (size,)
-            with replacing(path) as file:
-                np.save(file, np.concatenate((found, _seal(text, found))), allow_pickle=False)
+            try:
+                with replacing(path) as file:
+                    np.save(file, np.concatenate((found, _seal(text, found))), allow_pickle=False)
+            except OSError as error:  # a full disk: what was built is used
+                self._give_up(error)
         return found
 
     def _read(self, path: str, text: bytes, size: int) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.find import newest
+from training.checkpoint.find import newest, places
 from training.flags import model_sizes
 from training.settings.config import UsageError
 from training.settings.setting import flag_of
@@ -20,14 +20,15 @@ TAKEN = ("lr", "min_lr", "lr_decay_style", "weight_decay")
 
 
 def from_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given`, {flag: value}, with the schedule of the checkpoint that --load will resume.
+    """Return `given`, {flag: value}, with the schedule of the checkpoint that the run will resume.
 
-    If --load holds none, or only weights are loaded, the flags apply, as in Megatron-LM. Raises
-    UsageError if the two runs count the schedule's lengths in different units.
+    If there is none at --load and --branch-from, or only weights are loaded, the flags apply, as in
+    Megatron-LM. Raises UsageError if the two runs count the schedule's lengths in different units.
     """
     if "--load" not in given or "--finetune" in given or "--no-load-optim" in given:
         return dict(given)
-    found = newest("--load", Path(given["--load"]), given.get("--ckpt-step"))
+    where = places(*(given.get(flag) for flag in ("--load", "--branch-from", "--ckpt-step")))
+    found = next(filter(None, (newest(*place) for place in where)), None)
     if found is None or "config" not in found.state:  # nothing, or Hugging Face's
         return dict(given)
     try:

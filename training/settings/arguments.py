@@ -1440,7 +1440,7 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = setting(
         False,
         "take peak, floor, warm-up, length and style of the learning rate, and the weight "
-        "decay, from the checkpoint of --load",
+        "decay, from the checkpoint that the run resumes",
         off="left out, from the flags",
         needs="--load",
         excludes=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),

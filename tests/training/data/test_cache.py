@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An index is built once for all ranks, and never used without its seal."""
 
+import errno
 import multiprocessing
 import os
 import time
@@ -61,6 +62,24 @@ def test_an_entry_of_other_facts_is_not_believed(tmp_path):
     for path in tmp_path.glob("*.npy"):
         path.write_bytes(first.read_bytes())
     assert np.array_equal(cache.get({"a": 2}, 100, lambda: ARRAY + 1), ARRAY + 1)
+
+
+def test_what_was_built_is_used_where_it_cannot_be_written(tmp_path, monkeypatch):
+    """As on a full disk. It may have taken an hour."""
+    lines, built = [], []
+
+    def no_space(file, *args, **kw):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def build():
+        built.append(1)
+        return ARRAY
+
+    monkeypatch.setattr(np, "save", no_space)
+    cache = IndexCache(str(tmp_path), lines.append)
+    assert np.array_equal(cache.get({"a": 1}, 100, build), ARRAY) and len(built) == 1
+    assert np.array_equal(cache.get({"a": 2}, 100, lambda: ARRAY + 1), ARRAY + 1)
+    assert len(lines) == 1 and "No space left on device; building in memory" in lines[0]
 
 
 def test_an_unusable_directory_is_said_once(tmp_path):

@@ -58,6 +58,23 @@ def test_a_fresh_start_follows_the_flags(saved, flags):
     assert read(f"{NOW} {saved(flags)} {FLAG}").optimizer.lr == 7
 
 
+def test_a_branch_has_the_schedule_of_its_trunk_until_it_has_its_own(monkeypatch, tmp_path):
+    """--ckpt-step is that of the trunk."""
+    trunk, own = (SimpleNamespace(directory=tmp_path, state={"config": read(flags).flat()})
+                  for flags in (SAVED, SAVED.replace("1e-2", "1e-4")))  # fmt: skip
+    more = f"--load {tmp_path} --save {tmp_path} --branch-from trunk --ckpt-step 100"
+    for there, lr in ({"--branch-from": trunk}, 1e-2), ({"--load": own}, 1e-4):
+        asked = []
+
+        def newest(flag, root, step, there=there, asked=asked):
+            asked.append((flag, step))
+            return there.get(flag)
+
+        monkeypatch.setattr(saved_schedule, "newest", newest)
+        assert read(f"{NOW} {more} {FLAG}").optimizer.lr == lr
+        assert asked == [("--load", None), ("--branch-from", 100)][: len(asked)] != []
+
+
 @pytest.mark.parametrize("weights_only", ["--finetune", "--no-load-optim"])
 def test_where_only_weights_are_loaded_the_flags_hold(saved, weights_only):
     config = read(f"{NOW} {saved(SAVED)} {FLAG} {weights_only}")
