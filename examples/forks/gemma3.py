@@ -127,8 +127,11 @@ class Gemma3(llama.Llama):
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         cos, sin = super().rope(positions, length)
-        scale = (self.config.head_size / self.config.query_pre_attn_scalar) ** 0.25
-        return cos * scale, sin * scale  # scales q and k, so their product by its square
+        c = self.config
+        scale = (c.head_size / c.query_pre_attn_scalar) ** 0.25  # of q and k: its square is due
+        local = scale / (1.0 if c.yarn is None else c.yarn.attention_factor)  # is of the others
+        of_kinds = cos.new_tensor([scale, local]).repeat_interleave(cos.shape[-1] // 2)
+        return cos * of_kinds, sin * of_kinds
 
 
 FULL = "full_attention"
@@ -151,6 +154,11 @@ def from_hf_config(hf: dict[str, Any]) -> Gemma3Config:
     rope = hf.get("rope_parameters") or {}
     if FULL in rope:  # as transformers 5 writes it
         local, rope = rope["sliding_attention"], rope[FULL]
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"config.json: sliding_attention of rope_parameters is {local}: the positions of "
+                "layers with a window cannot be scaled"
+            )
         hf = {**hf, "rope_parameters": rope, "rope_local_base_freq": local["rope_theta"]}
     hf = filled(hf, DEFAULTS | OWN)
     layers = hf["num_hidden_layers"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.load import load_model_file
+from model.load import load_model_file, read_sizes
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.grid import Grid
@@ -289,6 +289,24 @@ def test_logits_are_those_of_transformers(world, paths, tmp_path, kind):
     again.load_state_dict(tensors, strict=False)
     with torch.no_grad():
         assert (again(tokens).logits - wanted).norm() < 1e-6 * wanted.norm()
+
+
+def test_yarn_scales_the_layers_without_a_window_alone(world, paths, tmp_path, monkeypatch):
+    full = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+            "rope_theta": 1e6}  # fmt: skip
+    near = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"full_attention": full, "sliding_attention": near}
+    monkeypatch.setitem(ORACLES["Gemma3Text"], "rope_parameters", ropes)
+    theirs = theirs_of("Gemma3Text")
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 101, (2, 40))
+    (ours,) = world(1).run(logits_in, str(tmp_path), paths["gemma3"], tokens)
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    assert (ours - wanted).norm() < 1e-5 * wanted.norm()
+    hf = theirs.config.to_dict() | {"rope_parameters": ropes | {"sliding_attention": full}}
+    with pytest.raises(ValueError, match="positions of layers with a window cannot be scaled"):
+        read_sizes(load_model_file(paths["gemma3"]), hf)
 
 
 @torch.no_grad()

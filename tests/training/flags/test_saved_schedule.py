@@ -61,9 +61,9 @@ def test_a_fresh_start_follows_the_flags(saved, flags):
 def test_a_branch_has_the_schedule_of_its_trunk_until_it_has_its_own(monkeypatch, tmp_path):
     """--ckpt-step is that of the trunk."""
     trunk, own = (SimpleNamespace(directory=tmp_path, state={"config": read(flags).flat()})
-                  for flags in (SAVED, SAVED.replace("1e-2", "1e-4")))  # fmt: skip
+                  for flags in (SAVED, SAVED.replace("1e-2", "2e-3")))  # fmt: skip
     more = f"--load {tmp_path} --save {tmp_path} --branch-from trunk --ckpt-step 100"
-    for there, lr in ({"--branch-from": trunk}, 1e-2), ({"--load": own}, 1e-4):
+    for there, lr in ({"--branch-from": trunk}, 1e-2), ({"--load": own}, 2e-3):
         asked = []
 
         def newest(flag, root, step, there=there, asked=asked):
