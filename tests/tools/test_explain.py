@@ -385,7 +385,8 @@ def test_the_command(capsys, monkeypatch):
     assert main(["--dp", "2", "--layers", "1"]) == 0
     said = capsys.readouterr()
     assert said.out.endswith("All equal.\n")
-    assert "one step on 2 rank(s): 0 s, importing torch\n" in said.err
+    first, *_ = said.err.splitlines()  # a session's fork server has torch already
+    assert re.fullmatch(r"one step on 2 rank\(s\): 0 s, (importing torch|running the step)", first)
 
 
 @pytest.mark.prove

@@ -318,7 +318,7 @@ FURTHER: dict[str, Planted] = {
         "another order", 2, r"the output of layers\.0\.attention\.qkv ",
         what="module", name="layers.0.attention.qkv", how="roll", step=2),
     "one value not finite": _held(
-        "not finite", 3, r"the output of layers\.2\.mlp \(MLP\).*4 of \d+ values are not finite",
+        "not finite", 3, r"the output of layers\.2\.mlp \(MLP\).*4 of \d+ values of B are not",
         what="module", name="layers.2.mlp", how="not a number", step=3),
     "a clamp": _held(
         "saturation", 4, r"the output of layers\.1\.mlp \(MLP\)", what="module",
