@@ -130,8 +130,9 @@ class Gemma3(llama.Llama):
         c = self.config
         scale = (c.head_size / c.query_pre_attn_scalar) ** 0.25  # of q and k: its square is due
         local = scale / (1.0 if c.yarn is None else c.yarn.attention_factor)  # is of the others
-        of_kinds = cos.new_tensor([scale, local]).repeat_interleave(cos.shape[-1] // 2)
-        return cos * of_kinds, sin * of_kinds
+        halves = (table.chunk(2, -1) for table in (cos, sin))
+        cos, sin = (torch.cat([whole * scale, near * local], -1) for whole, near in halves)
+        return cos, sin
 
 
 FULL = "full_attention"

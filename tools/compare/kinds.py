@@ -27,9 +27,7 @@ class Kind:
     text: str
 
 
-def kind_of(
-    found: Difference, one: Side, other: Side, names: tuple[str, str] = ("A", "B")
-) -> Kind | None:
+def kind_of(found: Difference, one: Side, other: Side, names: tuple[str, str]) -> Kind | None:
     """Return the kind of a difference, or None if none fits. names: of the sides."""
     a, b = found.one, found.other
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
