@@ -67,16 +67,13 @@ class Parts:
     plan: Plan | None = None  # for full matrices: the owners of all of them
     # for full matrices: the ranks that may own one (Grid.instance), by the axis that cuts it
     instances: Mapping[str, Axis] = field(default_factory=dict)
+    # where masters are, which a rank may have no slice of, and the scalars of Updater.step
+    device: torch.device = torch.device("cpu")
 
     @property
     def segments(self) -> list[Tensor]:
         """Return the segments of all groups."""
         return [segment for group in self.groups for segment in group["params"]]
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the masters, also for a rank that has no slice of any matrix."""
-        return (*self.segments, *(matrix.param for matrix in self.matrices))[0].device
 
 
 class Updater(ABC):
@@ -97,7 +94,7 @@ class Updater(ABC):
         """Update with gradients times `factor`; if found_inf is 1, change neither weights nor
         state.
 
-        Both are scalars on the segments' device, found_inf in fp32: the host does not wait for
+        Both are scalars on the masters' device, found_inf in fp32: the host does not wait for
         them. The gradients are undefined afterwards: they may be scaled in place.
         """
 

@@ -157,7 +157,7 @@ class Optimizer:
             rule: rule.updater(
                 Parts(
                     [*found.values()], self.sink.dtype, matrices.get(rule, ()),
-                    self.plans.get(rule), instances,
+                    self.plans.get(rule), instances, self.home.masters[buckets[0]].device,
                 )
             )
             for rule, found in of_rule.items()
