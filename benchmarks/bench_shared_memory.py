@@ -46,6 +46,7 @@ from mpu.comm.transport import Axis  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
 from mpu.overlap.method import Symmetric  # noqa: E402
+from training.run.process import as_process  # noqa: E402
 from training.run.rendezvous import meet  # noqa: E402
 
 IN_PLACE = "all_gather in place"
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of a rank
     args = parser.parse_args()
     if args.result:
-        return be_rank(args)
+        return as_process(lambda: be_rank(args), None, "bench_shared_memory")
     found: Found = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.launches):
@@ -157,8 +158,10 @@ def measure(axis: Axis, sides: dict[str, Callable[[], Tensor]], times: int) -> F
     return dict(zip(sides, every.amax(0).tolist(), strict=True))
 
 
-def be_rank(args: argparse.Namespace) -> None:
-    """Run one rank of a launch: time the verbs or the barrier, by the number of ranks."""
+def be_rank(args: argparse.Namespace) -> int:
+    """Run one rank of a launch: time the verbs or the barrier, by the number of ranks. Return the
+    exit code.
+    """
     torch.set_num_threads(1)
     launch, found = Launch.from_env(), {}
     grid = Grid(launch.world, launch.world, launch=launch)
@@ -185,6 +188,7 @@ def be_rank(args: argparse.Namespace) -> None:
     if grid.rank == 0:
         args.result.write_text(json.dumps(found))
     grid.close()
+    return 0
 
 
 if __name__ == "__main__":

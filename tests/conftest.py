@@ -52,6 +52,7 @@ PRELOADED = [
 # `make test`. Before them the one that counts what a rank allocates, as its processes must be new.
 LONGEST = """
 forecast/test_recording.py
+test_slurm.py test_readme.py test_continuing_page.py
 forecast/rehearsal/test_faults.py forecast/rehearsal/test_layouts.py tools/test_fork_check.py
 tools/bisect/test_runs.py test_flag_sets.py test_context_run.py model/test_one_file.py
 model/test_moe_parity.py forecast/planner/test_plan.py

@@ -98,12 +98,14 @@ def files_of(part: str) -> list[str]:
 
 
 def run(part: str, files: Sequence[str]) -> Outcome:
-    """Run a part's files in a pytest of its own, in two processes. A part without a test fails."""
+    """Run a part's files in a pytest of its own, in two processes: the one that has no test left
+    takes some of the other's. A part without a test fails.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-m", "pytest", "-q", "-rs", "-m", "not gpu", f"--junitxml={report}", *files]
-        words += ["-n", str(min(2, len(files))), "--dist", "loadfile", "--no-loadscope-reorder"]
+        words += ["-n", "2", "--dist", "worksteal"]
         code = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
         keys = ("tests", "failures", "errors", "skipped")
         counts = dict.fromkeys(keys, 0)

@@ -86,6 +86,7 @@ def sampled(every: int, file: Path) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = Allocated
+    gc.freeze()  # a collection looks at what came since
 
     def sampling(intervals: Intervals, step: Step) -> Decision:
         iteration = step.iteration

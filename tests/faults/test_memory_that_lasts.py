@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, descriptors, threads and shared memory over 5,000 steps of tiny real runs.
+"""Memory, descriptors, threads and shared memory over 3,000 steps of tiny real runs.
 
 tests/run_ranks.py samples every so many steps. The long form takes every path, the short form 200
 steps of one with experts and one without. benchmarks/bench_memory.py has bytes a step.
@@ -100,8 +100,8 @@ def check_constant(samples: list[Sample], blocks: float, heap: float) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_grows_over_5000_steps(launcher: Launcher, path: str) -> None:
-    for samples in run(launcher, path, 5000, 20):
+def test_nothing_grows_over_3000_steps(launcher: Launcher, path: str) -> None:
+    for samples in run(launcher, path, 3000, 20):
         late = [s for s in samples if s.step > 1000]
         assert slope(late) <= 1024, f"{slope(late):.0f} bytes a step: {late[0]} to {late[-1]}"
         check_constant(late, blocks=0.1, heap=64)

@@ -25,7 +25,7 @@ from mpu.pipeline.schedules import Action, build
 from mpu.pipeline.simulate import Costs, simulate
 from mpu.pipeline.steps import plan
 from tests.forecast.rehearsal.drawn_layouts import accepted
-from tests.forecast.rehearsal.test_drawn_memory import MODEL, WITHOUT
+from tests.forecast.rehearsal.test_drawn_layouts import MODEL, WITHOUT
 from tests.forecast.test_activations import is_few, layer_bytes
 from tests.sampling import sampled
 from tests.training.small_llama import read

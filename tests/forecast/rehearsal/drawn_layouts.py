@@ -50,10 +50,11 @@ CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "--untie-embeddings-and-output-weights"],
     ["", "", "", "--defer-embedding-wgrad-compute", "--defer-embedding-wgrad-compute"],
     ["", "", "", f"{EXPERTS} 2 {TO} alltoall", f"{EXPERTS} 1 --moe-router-pre-softmax {TO} auto",
-     f"{EXPERTS} 2 {TO} allgather --moe-shared-expert-intermediate-size 512"],
+     f"{EXPERTS} 2 {TO} allgather --moe-shared-expert-intermediate-size 512",
+     f"{EXPERTS} 4 {TO} alltoall --moe-ffn-hidden-size 256 --moe-router-score-function sigmoid"],
     [f"{EP} 2", f"{EP} 2", f"{EP} 4", f"{EP} 8", ""],
     ["", "", "--moe-layer-freq 2", "--moe-router-load-balancing-type seq_aux_loss "
-     "--moe-aux-loss-coeff 0.01"],
+     "--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"],
     ["", "", "--overlap-moe-expert-parallel-comm"],
     ["", "", MXFP8, "--fp8-format hybrid --fp8-recipe tensorwise",
      "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16",

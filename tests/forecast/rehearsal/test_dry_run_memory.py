@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dry run's bytes are within 2% of what a rehearsal counts, for the examples' ranks.
+"""The dry run's bytes are within 2% of what a rehearsal counts, in each action of a step too.
 
-Of layouts drawn at random test_drawn_memory.py holds the same.
+Of the examples test_layouts.py holds the same, of layouts drawn at random test_drawn_layouts.py.
 """
 
-import json
-import os
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,60 +13,8 @@ from forecast.dry_run import step_memory
 from forecast.recording import record
 from tests.forecast.rehearsal.conftest import SMALL as LITTLE
 from tests.forecast.rehearsal.conftest import stated
-from tests.forecast.rehearsal.test_drawn_memory import MODEL
+from tests.forecast.rehearsal.test_drawn_layouts import MODEL
 from training.flags.parse import parse
-
-ROOT = Path(__file__).resolve().parents[3]
-MORE = "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256"
-RANKS = [  # example, ranks, a rank, samples a step
-    ("llama3_8b_one_node.sh", 8, 1, 8),
-    ("llama3_70b_16_nodes.slurm", 128, 0, 16),
-    ("llama3_70b_16_nodes.slurm", 128, 33, 16),
-    ("llama3_70b_16_nodes.slurm", 128, 127, 16),
-    ("llama3_405b_64_nodes.slurm", 512, 0, 64),
-    ("llama3_405b_64_nodes.slurm", 512, 256, 64),
-    ("llama3_405b_64_nodes.slurm", 512, 511, 64),
-]
-SIZES = (
-    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
-    "seq-length", "max-position-embeddings", "rotary-base", "rope-scaling-factor",
-    "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size",
-    "num-virtual-stages-per-pipeline-rank", "recompute-granularity", "recompute-method",
-    "recompute-num-layers", "lr", "train-iters",
-)  # fmt: skip
-SWITCHES = (
-    "group-query-attention", "use-rope-scaling", "untie-embeddings-and-output-weights",
-    "sequence-parallel", "bf16", "use-distributed-optimizer", "overlap-grad-reduce",
-    "overlap-param-gather",
-)  # fmt: skip
-
-
-def flags(example, samples):
-    """Return the example's flags that decide its memory."""
-    words = (ROOT / "examples" / example).read_text().replace("\\\n", " ").split()
-    found = [f"--{name}" for name in SWITCHES if f"--{name}" in words]
-    for name in SIZES:
-        if f"--{name}" in words:
-            found += [f"--{name}", words[words.index(f"--{name}") + 1]]
-    return [*found, *shlex.split(MORE), "--global-batch-size", str(samples)]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("example, world, rank, samples", RANKS)
-def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, samples):
-    argv, file = flags(example, samples), tmp_path / "report.json"
-    rehearse = ["--rehearse", "--rehearse-rank", str(rank)]
-    done = subprocess.run(
-        [sys.executable, "pretrain_llama.py", *argv, *rehearse, "--rehearse-json", str(file)],
-        cwd=ROOT, env=os.environ | {"WORLD_SIZE": str(world)}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert file.exists(), done.stderr[-2000:]
-    counted = json.loads(file.read_text())["memory"]["peak_bytes"]
-    config = parse([*argv, "--dry-run"], world)
-    told = sum(stated(config, rank).values())
-    assert abs(told - counted) <= 0.02 * counted, (told / 1e9, counted / 1e9)
-
 
 PP = "--pipeline-model-parallel-size"
 STEPS = [

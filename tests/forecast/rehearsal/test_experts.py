@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rehearsed mixture of experts has no finding, and the dry run's memory.
 
-At balance, and at a stated skew.
+At balance, and at a stated skew. test_drawn_layouts.py draws more.
 """
-
-import random
 
 import pytest
 
@@ -32,76 +30,30 @@ FEW = [  # world, rank, flags
         "--eod-mask-loss",
     ),
 ]
-CHOICES = [  # each flag's values
-    ["", "", TP, "--tensor-model-parallel-size 4 --sequence-parallel"],
-    ["", "", "--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type all_gather"],
-    ["", "", PP, PP + " --pipeline-schedule zb-h1", PP + " --pipeline-schedule zb-v",
-     PP + " --num-virtual-stages-per-pipeline-rank 2"],
-    [f"{EP} {n}" for n in (2, 2, 4, 4, 8)] + [""],
-    [f"{TO} {kind}" for kind in ("allgather", "alltoall", "auto")],
-    ["--moe-router-topk 1 --moe-router-pre-softmax", "--moe-router-topk 2", "--moe-router-topk 4"],
-    ["", "", "--moe-layer-freq 2", "--moe-layer-freq [0,1,1,1]", "--moe-layer-freq [1,0,0,1]"],
-    ["", "", SHARED, "--qk-layernorm --moe-ffn-hidden-size 768"],
-    ["", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
-     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
-     "--moe-z-loss-coeff 0.001"],
-    ["", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3"],
-    ["", OVERLAP, "--overlap-grad-reduce"],
-    ["", "", "--recompute-granularity selective", "--recompute-granularity full",
-     "--recompute-granularity full --recompute-method block --recompute-num-layers 1"],
-    ["", "--untie-embeddings-and-output-weights"],
-    ["", "", "--main-grads-dtype bf16", "--grad-reduce-in-bf16"],
-    ["", "", "--fused-linear-cross-entropy"],
-    ["", "", "--reset-position-ids --reset-attention-mask --eod-mask-loss"],
-    ["--micro-batch-size 1", "--micro-batch-size 2"],
-    ["--global-batch-size 8", "--global-batch-size 16"],
-]  # fmt: skip
-
-
-def drawn(seed, count):
-    """Return so many layouts: world, a rank, flags. Some are refused."""
-    chance, found = random.Random(seed), []
-    for _ in range(count):
-        flags = [chance.choice(values) for values in CHOICES]
-        parts = 1
-        for flag in flags[:3]:
-            words = flag.split()
-            parts *= int(words[1]) if words else 1
-        ep = int(flags[3].split()[1]) if flags[3] else 1
-        pp = 2 if "pipeline-model" in flags[2] else 1
-        world = parts * chance.choice([1, 2, 4])
-        world = world if world // pp % ep == 0 else pp * max(ep, parts // pp)
-        found.append((world, chance.randrange(world), " ".join(flags)))
-    return found
-
 
 def held(rehearse, world, rank, flags, within=0.02):
-    """Rehearse a layout; hold its findings and its memory. Return whether it was accepted."""
+    """Rehearse a layout; hold its findings and its memory."""
     words = " ".join([*MODEL, flags])
     code, report, text = rehearse(f"{words} --rehearse-rank {rank}", world, False)
-    if code == 2:
-        assert "pretrain_llama.py --rehearse: " in text, text
-        return False
-    assert (report["findings"], code) == ([], 0), (world, rank, flags, report["findings"])
+    assert (code, report.get("findings")) == (0, []), (world, rank, flags, text[-2000:])
     config = parse([*words.split(), "--dry-run"], world)
     told, counted = stated(config, rank), report["memory"]["peak_bytes"]
     assert abs(sum(told.values()) - counted) <= within * counted, (
         world, rank, flags, told, sum(told.values()), counted, report["memory"]["by_kind"],
     )  # fmt: skip
-    return True
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("world, rank, flags", FEW)
 def test_a_layout_has_no_finding_and_the_dry_runs_memory(rehearse, world, rank, flags):
     words = f"{flags} --micro-batch-size 1 --global-batch-size 8"
-    assert held(rehearse, world, rank, words)
+    held(rehearse, world, rank, words)
 
 
 @pytest.mark.prove
 def test_the_fullest_rank_has_the_dry_runs_memory_at_a_skew(rehearse):
     words = f"{EP} 4 {TO} alltoall --micro-batch-size 2 --global-batch-size 16 --zero-stage 1"
-    assert held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")
+    held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")
 
 
 @pytest.mark.prove
@@ -131,11 +83,4 @@ BESIDE = [  # world, rank, flags: a forward beside a backward
 def test_a_forward_beside_a_backward_has_no_finding_and_the_dry_runs_memory(
     rehearse, world, rank, flags
 ):
-    assert held(rehearse, world, rank, f"{flags} {TURNS}")
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("part", range(4))
-def test_drawn_layouts_have_no_finding_and_the_dry_runs_memory(rehearse, part):
-    accepted = [held(rehearse, *one) for one in drawn(361, 48)[part::4]]
-    assert sum(accepted) >= 5, accepted
+    held(rehearse, world, rank, f"{flags} {TURNS}")
