@@ -90,7 +90,7 @@ def rehearsed(run: Recorded) -> Timing:
     with tempfile.TemporaryDirectory() as folder:
         out, device = Path(folder, "rehearsal.json"), Path(folder, "device.json")
         device.write_text(json.dumps(written(run.cluster.links())), encoding="utf-8")
-        words = [*run.argv, "--train-iters", "8", "--rehearse", "--rehearse-device", str(device),
+        words = [*run.argv, "--rehearse", "--rehearse-device", str(device),
                  "--rehearse-json", str(out)]  # fmt: skip
         env = {**os.environ, "WORLD_SIZE": str(run.cluster.gpus)}
         done = subprocess.run([sys.executable, ROOT / "pretrain_llama.py", *words], env=env,

@@ -84,6 +84,31 @@ def alike(config: Config, provider: ModelProvider) -> bool:
     return not config.optimizer.param_group and model_profile(config, provider).alike
 
 
+def shortened(
+    config: Config, micro_batches: int, layers: int = 0, ranks: int = 1, chunks: int = 1,
+    again: int = 0, bucket: int | None = None,
+) -> Config:  # fmt: skip
+    """Return the config of a step of `micro_batches`, in a pipeline of `ranks` ranks of `chunks`
+    stages of `layers` layers each; layers 0: in the run's own pipeline.
+
+    again: layers of a stage that are recomputed, 0: as in the run. bucket: elements of a bucket.
+    """
+    if layers:
+        v_shape = config.parallel.schedule in V_SHAPED
+        last = ranks * chunks - 1
+        places = [[stage_of(rank, chunk, ranks, v_shape) for chunk in range(chunks)]
+                  for rank in range(ranks)]  # fmt: skip
+        config = _pipeline(
+            config, [[Stage(0, layers, n == 0, n == last) for n in own] for own in places]
+        )
+        number = again or config.parallel.recompute_num_layers
+        parallel = replace(config.parallel, recompute_num_layers=number, ddp_bucket_size=bucket)
+        config = replace(config, parallel=parallel)
+    samples = micro_batches * config.batch.micro_batch_size * config.parallel.data_parallel_size
+    batch = replace(config.batch, global_batch_size=samples, step_batch_size_schedule=None)
+    return replace(config, batch=batch)
+
+
 def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
     """Return the config of a pipeline of these ranks.
 
@@ -100,7 +125,7 @@ def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
         p, pipeline_model_parallel_size=size,
         pipeline_model_parallel_layout="|".join(texts) if size > 1 else None,
         world_size=p.world_size // p.pipeline_model_parallel_size * size,
-        num_virtual_stages_per_pipeline_rank=p.virtual_stages,
+        num_virtual_stages_per_pipeline_rank=len(ranks[0]),
         microbatch_group_size_per_virtual_pipeline_stage=None,
     )  # fmt: skip
     count = max(micro_batch_counts(config))

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from forecast.planner import measured, own, search, table
 from forecast.planner.cluster import Cluster, read_cluster
 from forecast.planner.measured import MeasureError, Results
-from forecast.planner.model import Model, on_cpu, read_model
+from forecast.planner.model import SEQUENCE, Model, on_cpu, read_model
 from forecast.planner.played import Worker
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
@@ -45,9 +45,10 @@ from mpu.launch import Launch
 from tools.command_line import Parser, error_line, integer, number
 from training.run.model_profile import make_grid
 from training.run.waiting import Progress, waiting
+from training.settings.pipeline_schedule import micro_batch_counts
 from training.settings.update_rules import RULES
 
-TOKENS, SEQUENCE, BATCH_TOKENS, TOP = 1e12, 8192, 4 * 1024**2, 5
+TOKENS, BATCH_TOKENS, TOP = 1e12, 4 * 1024**2, 5
 MEASURED, STEPS = Path("runs/measured.json"), 20
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 Question = dict[str, int | str]  # seq-length, global-batch-size, float8 and optimizer
@@ -69,35 +70,35 @@ def plans_of(
 
     flags: may name the optimizer. progress: is updated.
     """
-    sequence = int(question.get("seq-length", SEQUENCE))
-    batch = batch_of(cluster, question, sequence)
-    found = model_of(model, cluster, sequence, str(question.get("optimizer", "")))
-    found = own.with_optimizer(found, flags)
+    found = own.with_optimizer(model_of(model, cluster, question), flags)
+    batch = batch_of(cluster, question, found)
     dtype = str(question.get("float8", "bf16"))
     return search.plan(found, cluster, batch, dtype, progress)
 
 
-def model_of(name: str, cluster: Cluster, sequence: int, optimizer: str) -> Model:
+def model_of(name: str, cluster: Cluster, question: Question) -> Model:
     """Return the named model, as the cluster's ranks run it."""
-    found = read_model(name, sequence, optimizer)
+    length = int(question.get("seq-length", 0))
+    found = read_model(name, length, str(question.get("optimizer", "")))
     return on_cpu(found) if cluster.cpu else found
 
 
-def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
+def batch_of(cluster: Cluster, question: Question, model: Model) -> int:
     """Return the sequences of a step: --global-batch-size, or those of BATCH_TOKENS tokens."""
-    return int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
+    several = BATCH_TOKENS // model.config.model.seq_length
+    return int(question.get("global-batch-size", max(cluster.gpus, several)))
 
 
 def named_by(model: str, cluster: Cluster, question: Question, flags: str) -> Recorded:
-    """Return the layout of these flags, with the plan's batch size if they have none. Raises
-    PlanError, UsageError.
+    """Return the layout of these flags, with the plan's batch size if they have none, or with the
+    largest of their schedule. Raises PlanError, UsageError.
     """
-    optimizer = str(question.get("optimizer", ""))
-    named = model_of(model, cluster, int(question.get("seq-length", SEQUENCE)), optimizer)
-    length = named.config.model.seq_length
-    config = own.config_of(named, cluster, flags, batch_of(cluster, question, length))
-    batch = config.batch.global_batch_size
-    return Recorded(named, cluster, f"{flags} --global-batch-size {batch}")
+    named = model_of(model, cluster, question)
+    config = own.config_of(named, cluster, flags, batch_of(cluster, question, named))
+    one = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    words = own.without_sizes(flags)
+    words += ["--global-batch-size", str(max(micro_batch_counts(config)) * one)]
+    return Recorded(named, cluster, shlex.join(words))
 
 
 def rank_orders(of: Recorded, progress: Progress) -> Answer:
@@ -143,8 +144,9 @@ def build_parser() -> Parser:
     parser.add_argument("cluster", help="a cluster file, its name, or such as 4x8xh100")
     parser.add_argument("--nodes", type=integer(1, 65_536), help="instead of the cluster file's")
     parser.add_argument(
-        "--seq-length", type=integer(1, 1 << 24), help=f"tokens per sample; default: {SEQUENCE:,}"
-    )
+        "--seq-length", type=integer(1, 1 << 24),
+        help=f"tokens per sample; default: that of the model's flags, or {SEQUENCE:,}",
+    )  # fmt: skip
     parser.add_argument("--global-batch-size", type=integer(1, 1 << 24), help="samples per step")
     parser.add_argument("--top", type=integer(1, 1000), default=TOP, help="layouts to print")
     parser.add_argument("--float8", choices=RECIPES, help="recipe of the layers' matmuls")

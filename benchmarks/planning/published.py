@@ -322,7 +322,7 @@ def _float8(line: Line, device: str) -> bool:
         )
     found = read_device(device)
     scaling = "mxfp8" if "mx" in name else "tensorwise"
-    if lacks(scaling, (found.major, 0), found.name):
+    if lacks(scaling, found.capability, found.name):
         raise line.wrong("precision", f"is not available on {found.name}")
     return True
 

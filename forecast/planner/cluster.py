@@ -176,7 +176,8 @@ def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
         raise ClusterError(f"{name}: {error}") from None
     inner, *outer = device.levels
     inside = Level(inner.name, node, inner.bandwidth, inner.step_seconds[-1])
-    network = Level("network", 0, outer[0].bandwidth, outer[0].step_seconds[-1])
+    last = (outer or [inner])[0]
+    network = Level("network", 0, last.bandwidth, last.step_seconds[-1])
     levels = (inside, network) if node > 1 else (network,)
     return _with_own_memory(Cluster(name, gpu, nodes, node, levels))
 

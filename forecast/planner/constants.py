@@ -11,7 +11,7 @@ from forecast.device_file import PROTOCOLS, read_device
 from forecast.rehearsal.links import links_of
 from forecast.rehearsal.roofline import ATTENTION_RAMP, MEASURED, attention_share
 
-LINKS = ("link", "network")  # the levels of a device file
+LINKS = ("link", "network")  # the first and the last level of a device file
 WEFT: dict[str, float] = dict(
     # Bytes moved by passes over memory. Per token, in bf16: hidden_bytes in units of h (norms,
     # residuals), inner_bytes of h / tp, ffn_bytes of f / tp; scores_bytes per score of unfused
@@ -70,7 +70,7 @@ def device_constants(name: str) -> dict[str, float]:
         "link": device.levels[0].bandwidth,
         "host_bandwidth": device["host_bandwidth"] * HOST_SHARE,
     }
-    for key, level in zip(LINKS, device.levels, strict=True):
+    for key, level in zip(LINKS, (device.levels[0], device.levels[-1]), strict=True):
         for place, protocol in enumerate(PROTOCOLS):
             found[f"{key}.ring.{protocol}"] = level.step_seconds[place]
             found[f"{key}.tree.{protocol}"] = level.tree_seconds[place]

@@ -88,8 +88,7 @@ class Layout:
         words += ["--cpu-offload-activations"] * self.offload
         words += ["--optimizer-state-offload"] * self.states
         words += ["--optimizer-cpu-offload"] * self.on_host
-        if self.dtype != "bf16":
-            words.append(f"--fp8-format hybrid --fp8-recipe {self.dtype}")
+        words.append(float8_flags(self.dtype))
         return " ".join(word for word in words if word).strip()
 
     @property
@@ -121,6 +120,11 @@ class Layout:
     def v_shape(self) -> bool:
         """Return whether the second chunks run from the last rank back to the first."""
         return self.pp > 1 and self.schedule in V_SHAPED
+
+
+def float8_flags(dtype: str) -> str:
+    """Return the flags of the layers' dtype: bf16, or a float8 recipe."""
+    return "" if dtype == "bf16" else f"--fp8-format hybrid --fp8-recipe {dtype}"
 
 
 class Choice(NamedTuple):
@@ -164,7 +168,7 @@ def layouts(
     how: the Choice for each (tp, cp, micro-batch size).
     """
     layers = model.config.model.num_layers
-    for tp, cp in grids(model, cluster):
+    for tp, cp in dict.fromkeys((tp, cp) for tp, cp, _ in how):
         ranks = cluster.gpus // (tp * cp)
         for pp in range(1, min(DEEPEST, layers, ranks) + 1):
             if ranks % pp:

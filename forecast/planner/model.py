@@ -24,7 +24,8 @@ LLAMA = {  # names of model.llama.SIZES
     "1B": "llama3.2-1b", "3B": "llama3.2-3b", "7B": "llama2-7b", "8B": "llama3-8b",
     "13B": "llama2-13b", "70B": "llama3-70b", "405B": "llama3.1-405b",
 }  # fmt: skip
-REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # flags that parsing requires in addition
+# flags that parsing requires in addition; given ones replace them
+REST = "--bf16 --lr 1e-4 --mock-data --train-iters 8"
 # layers, hidden, ffn, heads, groups, vocabulary; experts, top k, expert ffn; kv channels; RoPE base
 MIXTURES = {
     "MIXTRAL-8X7B": ((32, 4096, 14336, 32, 8, 32000), (8, 2, 14336), 128, 1000000),
@@ -34,6 +35,7 @@ MIXTURES = {
 }
 ALIASES = {"MIXTRAL": "MIXTRAL-8X7B", "QWEN3-30B": "QWEN3-30B-A3B", "QWEN3-235B": "QWEN3-235B-A22B"}
 IMPLIED = ("model/llama.py", "model/moe.py")  # files that need no --model-file
+SEQUENCE = 8192  # tokens of a sample if none are given
 LENGTH = "max_position_embeddings"
 FEW = 1  # layers of the model of which `costs` takes the parts
 
@@ -86,13 +88,14 @@ def read_flags(argv: Sequence[str], world: int) -> Config:
 def on_cpu(model: Model) -> Model:
     """Return the model with --device cpu."""
     words = (*model.flags, "--device", "cpu")
-    return replace(model, flags=words, config=read_flags([*words, *REST.split()], 1))
+    return replace(model, flags=words, config=read_flags(with_rest(words), 1))
 
 
-def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
+def read_model(name: str, sequence: int = 0, optimizer: str = "") -> Model:
     """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError.
 
-    optimizer: value of --optimizer; "": the one of the flags.
+    sequence: tokens of a sample; 0: as the flags say, or SEQUENCE. optimizer: value of
+    --optimizer; "": the one of the flags.
     """
     if name.lstrip().startswith("-"):
         flags = shlex.split(name)
@@ -104,9 +107,10 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
         flags = _hugging_face(Path(name))
     if optimizer:
         flags = last_of_each([*flags, "--optimizer", optimizer])
-    if "--seq-length" not in flags:
-        flags = [*flags, "--seq-length", str(sequence)]
-    config = read_flags([*flags, *REST.split()], 1)
+    given = any(use.dashed == "--seq-length" for use in uses_of(flags))
+    if sequence or not given:
+        flags = last_of_each([*flags, "--seq-length", str(sequence or SEQUENCE)])
+    config = read_flags(with_rest(flags), 1)
     every = (1, (1,) * config.model.num_layers)
     if config.moe.experts and config.moe.moe_layer_freq not in every:
         raise ModelError(f"{name}: {MIXED}")
@@ -146,7 +150,7 @@ def _hugging_face(path: Path) -> list[str]:
     words = [] if file in IMPLIED else ["--model-file", file]
     for flag, value in found.items():
         words += [flag] if value is True else [flag, _text(value)]
-    again = pretrain_llama.widths(read_flags([*words, "--seq-length", "1", *REST.split()], 1)).sizes
+    again = pretrain_llama.widths(read_flags(with_rest([*words, "--seq-length", "1"]), 1)).sizes
     ours, theirs = (load_model_file(file).hf_config(each) for each in (again, sizes))
     named = content.keys() & theirs.keys() - {"architectures", "model_type", LENGTH}
     if lost := sorted(n for n in named if not same_value(ours.get(n), theirs[n])):
@@ -173,6 +177,11 @@ def _mixture(name: str) -> list[str]:
     return [*flags.split(), *["--qk-layernorm"] * name.startswith("QWEN3")]
 
 
+def with_rest(words: Sequence[str]) -> list[str]:
+    """Return flags with those that parsing requires in addition, unless they are given."""
+    return last_of_each([*REST.split(), *words])
+
+
 def last_of_each(argv: list[str]) -> list[str]:
     """Return flags without those that a later one of the same name replaces.
 
@@ -180,6 +189,6 @@ def last_of_each(argv: list[str]) -> list[str]:
     """
     added = {flag.name for flag in live_flags().values() if flag.rule.repeated}
     uses = uses_of(argv)
-    latest = {use.name: use for use in uses}
-    kept = [use for use in uses if latest[use.name] is use or use.name in added]
+    latest = {use.dashed: use for use in uses}
+    kept = [use for use in uses if latest[use.dashed] is use or use.dashed in added]
     return [word for use in kept for word in use.words]

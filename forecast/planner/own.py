@@ -5,12 +5,13 @@ import shlex
 from dataclasses import fields, replace
 
 from forecast.planner.cluster import Cluster
-from forecast.planner.model import REST, Model, last_of_each, read_flags
+from forecast.planner.model import Model, last_of_each, read_flags, with_rest
 from forecast.planner.search import PlanError
 from mpu.layers.float8.rows import RECIPES
 from training.flags.foreign import uses_of
 from training.settings.config import Config
 
+SIZES = {"--global-batch-size", "--step-batch-size-schedule"}  # of a step's batch
 OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ from MODEL's
 
 
@@ -20,9 +21,9 @@ def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Con
     batch: sequences of a step if the flags do not set them; 0: the trainer's default.
     """
     words = shlex.split(flags)
-    if batch and not any(word.startswith("--global-batch-size") for word in words):
+    if batch and not SIZES & {use.dashed for use in uses_of(words)}:
         words += ["--global-batch-size", str(batch)]
-    config = read_flags([*model.flags, *REST.split(), *words], cluster.gpus)
+    config = read_flags(with_rest([*model.flags, *words]), cluster.gpus)
     other = [
         f"--{field.name.replace('_', '-')}" for field in fields(config.model)
         if field.name not in OF_MODEL
@@ -34,6 +35,12 @@ def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Con
             "layouts cannot be compared: give the changed model as MODEL"
         )
     return config
+
+
+def without_sizes(flags: str) -> list[str]:
+    """Return a layout's flags without those that set the batch of a step."""
+    uses = uses_of(shlex.split(flags))
+    return [word for use in uses if use.dashed not in SIZES for word in use.words]
 
 
 def dtype_of(config: Config) -> str:
@@ -50,4 +57,4 @@ def with_optimizer(model: Model, flags: str) -> Model:
     if not added:
         return model
     words = last_of_each([*model.flags, *added])
-    return replace(model, flags=tuple(words), config=read_flags([*words, *REST.split()], 1))
+    return replace(model, flags=tuple(words), config=read_flags(with_rest(words), 1))

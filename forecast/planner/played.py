@@ -12,7 +12,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pretrain_llama
@@ -39,7 +42,7 @@ from forecast.rehearsal.run import few_of
 from training.run.model_profile import model_profile
 from training.run.pipeline_stages import costs, rank_stages, stages_of
 from training.settings.config import Config
-from training.settings.pipeline_schedule import GROUP, micro_batch_counts, own_stages, schedule_of
+from training.settings.pipeline_schedule import micro_batch_counts, own_stages, schedule_of
 from training.settings.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +72,17 @@ class Worker:
             [sys.executable, "-m", "forecast.rehearsal.worker"], cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
+        # answers are read as they come: a full pipe would stop the process, and then `ask`
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Take the process's lines until it ends; then an empty one."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
 
     def ask(self, jobs: Sequence[dict[str, Any]]) -> None:
         """Send jobs to the process, which answers in order."""
@@ -78,10 +92,10 @@ class Worker:
 
     def answer(self) -> dict[str, Any]:
         """Return the answer to the next job. Raises Unplayable if the process has ended."""
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
+        if line := self._lines.get():
             found: dict[str, Any] = json.loads(line)
             return found
+        self._lines.put("")  # for the next call
         self._errors.seek(0)
         last = self._errors.read().strip().splitlines()[-1:]
         raise Unplayable(*last or ["the rehearsal process has ended"])
@@ -91,6 +105,7 @@ class Worker:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
+        self._reader.join()
         self._process.communicate()
         self._errors.close()
 
@@ -113,8 +128,10 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     provider, p = pretrain_llama.model_provider, config.parallel
     stages = stages_of(config, provider)
     cut = [len(stages[n].layers) for n in own_stages(config, 0)]
-    block = p.recompute_granularity == "full" and p.recompute_method == "block"
+    full = p.recompute_granularity == "full"
+    block = full and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
+    grouped = full and not block and (p.recompute_num_layers or 1) > 1
     alone = p.pipeline_model_parallel_size == 1
     # record two layers at least if a layer's weights are gathered, or its activations offloaded,
     # during another one. Gradient sums that take longer than backwards are exposed only after the
@@ -123,14 +140,14 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     few = 1 + (sums or (alone and p.zero >= 3) or config.gpu.cpu_offload_activations)
     more = few + 1 + sums
     small = alone and cut[0] <= more
-    # whole matrices are distributed over their owners, so time is not linear in the layers
-    if small or not alike(config, provider) or needs_full_matrices(config):
+    # time is not linear in the layers if whole matrices are distributed over their owners, or if
+    # several layers are recomputed together
+    if small or grouped or not alike(config, provider) or needs_full_matrices(config):
         points = [Point(0, 0)]  # all layers
     elif block:
         points = [Point(few, 1), Point(more, 1), Point(more, 2)]
     else:
         points = [Point(n, 0) for n in (few, more)]
-    one = config.batch.micro_batch_size * p.data_parallel_size
     count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
     # rank 0 does the same in a pipeline of two, if its neighbours on other axes stay the same
     if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
@@ -145,45 +162,21 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
         counts = [min(count, few_of(config) + (2 * max(ranks, unit) if ranks > 1 else 1))]
     else:
         counts = [min(count, 4 * ranks)]
+    every = [rank_stages(config, provider, rank) for rank in range(p.pipeline_model_parallel_size)]
+    words = ["--rehearse-device", cluster.device, "--rehearse-steps", str(1 + learns)]
     jobs = []
-    for point in points:
-        for m in counts:
-            words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
-                     "--rehearse-device", cluster.device,
-                     "--rehearse-steps", str(1 + learns)]  # fmt: skip
-            if point.layers:
-                words += of_layers(config, point, ranks, chunks)
-            jobs.append({
-                "argv": last_of_each(words), "node": cluster.node,
-                "world": cluster.gpus // p.pipeline_model_parallel_size * ranks,
-                "levels": [list(level.__dict__.values()) for level in device.levels],
-            })  # fmt: skip
+    for point, m in product(points, counts):
+        jobs.append({
+            "argv": last_of_each([*argv, *words]), "node": cluster.node, "world": cluster.gpus,
+            "few": {
+                "micro_batches": m, "layers": point.layers, "ranks": ranks, "chunks": chunks,
+                "again": point.again, "bucket": bucket_size(config, every),
+            },
+            "levels": [list(level.__dict__.values()) for level in device.levels],
+        })  # fmt: skip
     return Play(
         config=config, cut=cut, chunks=chunks, again=again, device=device, points=points, jobs=jobs
     )
-
-
-def of_layers(config: Config, point: Point, ranks: int, chunks: int) -> list[str]:
-    """Return the flags of a pipeline of `ranks` ranks of `chunks` chunks, with few layers in each
-    stage and the bucket size of the whole model.
-    """
-    p, n = config.parallel, point.layers
-    stages = ranks * chunks
-    words = ["--num-layers", str(n * stages)]
-    if ranks > 1:
-        cut = ["t" * n] * stages
-        words += ["--pipeline-model-parallel-size", str(ranks)]
-        words += ["--pipeline-model-parallel-layout", "|".join(["E" + cut[0], *cut[1:]]) + "L"]
-    if chunks < p.virtual_stages:
-        words += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
-    if p.microbatch_group_size_per_virtual_pipeline_stage:
-        words += [GROUP, str(ranks)]
-    if point.again:
-        words += ["--recompute-num-layers", str(point.again)]
-    every = [rank_stages(config, pretrain_llama.model_provider, rank)
-             for rank in range(p.pipeline_model_parallel_size)]  # fmt: skip
-    words += ["--ddp-bucket-size", str(bucket_size(config, every))]
-    return words
 
 
 def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:

@@ -18,7 +18,7 @@ import torch
 import pretrain_llama
 from forecast.dry_run import matmul_workspaces, memory
 from forecast.like_ranks import alike
-from forecast.planner.layout import RECOMPUTE_FLAGS, Layout
+from forecast.planner.layout import RECOMPUTE_FLAGS, Layout, float8_flags
 from forecast.planner.model import Model
 from forecast.planner.pipeline import in_flight
 from forecast.planner.runs import Array, Runs
@@ -69,19 +69,20 @@ def of_layers(
     dispatcher: str = "auto",
 ) -> Layers:  # fmt: skip
     """Return the recorded bytes at a tp and a recomputation: "none", "selective" or "full"."""
-    low = "" if dtype == "bf16" else f" --fp8-format hybrid --fp8-recipe {dtype}"
-    config = unit_config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep, dispatcher=dispatcher)
+    low = float8_flags(dtype)
+    more = f"{RECOMPUTE_FLAGS[recompute]} {low}"
+    config = unit_config(flags, tp, more, ep, dispatcher=dispatcher)
     one = units(config)
     layer = one[LONGER].stored - one[MIDDLE].stored
     working = [float(one[at].working) for at in ENDS]
-    more = working
+    further = working
     if low:  # weights in float8 do not depend on the number of sequences
         two = units(replace(config, batch=replace(config.batch, micro_batch_size=2)))
-        more = [two[at].working - one[at].working for at in ENDS]
+        further = [two[at].working - one[at].working for at in ENDS]
     first, middle, last = (one[at].stored - layer for at in ENDS)
     return Layers(
         layer=layer, first=first, middle=middle, last=last, logits=one[LAST].logits,
-        working=tuple(working), more=tuple(more),
+        working=tuple(working), more=tuple(further),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from forecast.planner.cluster import Cluster
-from forecast.planner.model import REST, Model, last_of_each, read_flags
+from forecast.planner.model import Model, read_flags, with_rest
 from forecast.planner.played import Play, Worker, composed, prepared
 from forecast.planner.rank_bytes import Exact, Kinds, exactly
 from forecast.rehearsal.clock import Timing
@@ -31,7 +31,7 @@ class Recorded:
     @property
     def argv(self) -> list[str]:
         """Return the flags of the model and of the layout, and others that parsing requires."""
-        return last_of_each([*self.model.flags, *REST.split(), *shlex.split(self.flags)])
+        return with_rest([*self.model.flags, *shlex.split(self.flags)])
 
     @property
     def command(self) -> str:

@@ -17,7 +17,15 @@ import numpy.typing as npt
 from forecast.device_file import read_device
 from forecast.planner.cluster import Cluster
 from forecast.planner.constants import own
-from forecast.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
+from forecast.planner.layout import (
+    MICRO_BATCHES,
+    Choice,
+    Layout,
+    choices,
+    float8_flags,
+    grids,
+    layouts,
+)
 from forecast.planner.model import Model
 from forecast.planner.pipeline import SCHEDULES, paired
 from forecast.planner.rank_bytes import many, of_layers, sizes
@@ -32,9 +40,11 @@ from forecast.planner.step_time import (
     updated_on_host,
 )
 from forecast.planner.step_time import times as times_of_runs
+from forecast.planner.units import unit_config
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
 from training.run.waiting import Progress
+from training.settings.config import UsageError
 
 NEARLY = 1.1  # layouts with estimates up to this factor above the limit are recorded, too
 LOOKED = 25  # most recordings of layouts that turn out not to fit
@@ -220,11 +230,18 @@ def _ffn(model: Model) -> float:
 
 
 def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, int], Choice]:
-    """Return the Choice with the fastest layer for each tp, cp and micro-batch size."""
+    """Return the Choice with the fastest layer for each tp, cp and micro-batch size.
+
+    Raises UsageError if a recipe of float8 allows no tp that the model's sizes allow.
+    """
+    found = [*grids(model, cluster)]
+    allowed, why = possible(model, sorted({tp for tp, _ in found}), dtype)
+    if why and not allowed:
+        raise why
     tried = [
         Layout(tp=tp, pp=1, virtual=1, dp=1, micro_batch=b, micro_batches=1, zero=0,
                recompute="none", cp=cp, comm=way.comm, overlap=way.overlap, dtype=dtype)
-        for tp, cp in grids(model, cluster) for b in MICRO_BATCHES
+        for tp, cp in found if tp in allowed for b in MICRO_BATCHES
         for way in choices(model, tp, cp)
     ]  # fmt: skip
     if not tried:
@@ -237,6 +254,19 @@ def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, i
         if key not in fastest or seconds < fastest[key][0] - 1e-12:
             fastest[key] = (float(seconds), way)
     return {key: way for key, (_, way) in fastest.items()}
+
+
+def possible(model: Model, sizes: Sequence[int], dtype: str) -> tuple[set[int], UsageError | None]:
+    """Return the tp sizes at which the flags of a dtype are allowed, and why one of them is not."""
+    allowed, why = set[int](), None
+    for tp in sizes:
+        try:
+            unit_config(model.flags, tp, float8_flags(dtype))
+        except UsageError as error:
+            why = error
+        else:
+            allowed.add(tp)
+    return allowed, why
 
 
 def plan(
@@ -314,7 +344,7 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
     device = read_device(cluster.device)
     if dtype != "bf16" and dtype not in CAPABLE:
         raise PlanError(f"--fp8-recipe {dtype}: the planner knows only {', '.join(CAPABLE)}")
-    if dtype != "bf16" and (why := lacks(dtype, (device.major, 0), device.name)):
+    if dtype != "bf16" and (why := lacks(dtype, device.capability, device.name)):
         raise PlanError(why)
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import pretrain_llama
-from forecast.planner.model import REST, last_of_each, read_flags
+from forecast.planner.model import read_flags, with_rest
 from forecast.recording import LOGITS, MESSAGES, WEIGHT_ROWS, Recording, record
 from mpu.pipeline.schedules import Action
 from training.settings.config import Config
@@ -41,7 +41,7 @@ def unit_config(
 ) -> Config:
     """Return the config of the pipeline with few layers, with at least two data-parallel ranks."""
     dp = max(2, ep // tp)
-    argv = [*flags, *REST.split(), "--num-layers", "5", "--tensor-model-parallel-size", str(tp),
+    argv = [*flags, "--num-layers", "5", "--tensor-model-parallel-size", str(tp),
             "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", LAYOUT,
             *["--sequence-parallel"] * (tp > 1),
             "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]  # fmt: skip
@@ -49,7 +49,7 @@ def unit_config(
     if ep:
         argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
         argv += ["--moe-token-dispatcher-type", dispatcher]
-    return read_flags(last_of_each(argv), 4 * tp * dp)
+    return read_flags(with_rest(argv), 4 * tp * dp)
 
 
 @lru_cache(maxsize=256)

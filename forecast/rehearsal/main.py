@@ -134,8 +134,9 @@ def run(
     if recorder.device == "cuda":
         guard.check(torch)
         device = gpu_of(config)
+        major, minor = device.capability
         install(recorder, {
-            "name": device.name, "major": device.major, "minor": 0, "uuid": "",
+            "name": device.name, "major": major, "minor": minor, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
         }, config.run.deterministic_mode)  # fmt: skip
         triton_kernels.install(recorder, launch.rank)

@@ -4,8 +4,9 @@
     python -m forecast.rehearsal.worker
 
 reads lines, each a JSON list of jobs, and writes one line of JSON for each job, in order. A job is
-{"argv", "world", "node", "levels"}: flags of pretrain_llama.py, number of ranks, number of ranks on
-a node, and levels of links as in forecast.device_file.Level. An answer is {"points":
+{"argv", "world", "few", "node", "levels"}: flags of pretrain_llama.py, number of ranks, arguments
+of forecast.like_ranks.shortened, number of ranks on a node, and levels of links as in
+forecast.device_file.Level. An answer is {"points":
 [[micro-batches, numbers], ...]}, with the numbers of forecast/rehearsal/few_layers.py, or {"error":
 text}. Each job runs in a process forked from this one, since a rehearsal replaces functions of
 torch. AT_ONCE jobs run at a time.
@@ -46,11 +47,13 @@ def points(job: dict[str, Any], config: Any) -> list[tuple[int, dict[str, float]
 def answer(job: dict[str, Any]) -> str:
     """Run a job in a process of its own and return its answer."""
     import pretrain_llama
+    from forecast.like_ranks import shortened
     from forecast.rehearsal import main as rehearsal
 
     with ONE:  # no thread reads flags while another forks; later jobs share what is cached here
         try:
-            config = rehearsal.read(pretrain_llama, job["argv"], job["world"])
+            whole = rehearsal.read(pretrain_llama, job["argv"], job["world"])
+            config = shortened(whole, **job["few"])
         except Exception as error:
             return failed(error)
         read, write = os.pipe()

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,8 @@ def all_ranks(
                 )
             except Exception as error:
                 result = error
+            except BaseException as error:  # a model's file may call sys.exit()
+                result = RuntimeError(f"rank {rank} ended with {error!r}")
             exchange.write(f"ended_{rank}", b"")
             turns.release()
             connection.send(result)
@@ -106,20 +109,27 @@ def all_ranks(
         for process, (_, connection) in zip(processes, pipes, strict=True):
             process.start()
             connection.close()
-        every = []
+        every: dict[int, Any] = {}
         progress.begin("", world, "ranks")
-        for rank, (listener, _) in enumerate(pipes):
-            try:
-                every.append(listener.recv())
-            except EOFError:
-                raise RuntimeError(f"the process of rank {rank} ended without a result") from None
-            progress.add()
+        while len(every) < world:
+            left = [rank for rank in range(world) if rank not in every]
+            wait([each for n in left for each in (pipes[n][0], processes[n].sentinel)])
+            for rank in left:
+                ended = processes[rank].exitcode is not None
+                if pipes[rank][0].poll():  # other processes have the pipe too: no end of file comes
+                    every[rank] = pipes[rank][0].recv()
+                    progress.add()
+                elif ended:
+                    for process in processes:
+                        process.kill()
+                    raise RuntimeError(f"the process of rank {rank} ended without a result")
         for process in processes:
             process.join()
-    for result in every:
+    results = [every[rank] for rank in range(world)]
+    for result in results:
         if isinstance(result, Exception):
             raise result
-    return together(every, config.rehearse.rehearse_rank)
+    return together(results, config.rehearse.rehearse_rank)
 
 
 def together(every: list[RankReport], rank: int) -> tuple[dict[str, Any], str]:

@@ -2,7 +2,7 @@
 """Multiply rows of float8 on CUDA by torch's scaled_mm: each scaling in the layout it requires.
 
     tensorwise   one fp32 scale, at an address divisible by 16        compute capability 8.9, 9 up
-    rowwise      fp32 [n, 1]                                          the same
+    rowwise      fp32 [n, 1]                                          the same; see `result_dtype`
     blockwise    fp32 [n, k/128], column-major; of a weight           9.0 only
                  [k/128 up to a multiple of 4, n/128], column-major
     mxfp8        bytes (e8m0) in tiles of 128 x 4, padded             10.0 up
@@ -64,7 +64,7 @@ def multiply(
 
     fast: sums within a tile may use fewer bits, as is usual in forward; ignored for block scales,
     whose sums are in fp32 (as for all three products of Transformer Engine's Float8BlockScaling).
-    The result of mxfp8 is bf16, which is then converted.
+    A result in bf16 is converted to `dtype`.
     """
     block, kind = BLOCKS[scaling], F.ScalingType
     ready = getattr(b.rows, "scales_as_b", None)
@@ -79,7 +79,7 @@ def multiply(
     of_a = _layout(a.rows, scaling, weight=False, of_a=True)
     of_b = _layout(b.rows, scaling, weight=False, of_a=False) if ready is None else ready
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if scaling == "mxfp8" else None
-    out = torch.bfloat16 if scaling == "mxfp8" else dtype
+    out = result_dtype(scaling, dtype, a.rows.device)
     y = F.scaled_mm(
         codes(a.rows, block, a.form), codes(b.rows, block, b.form).t(),
         of_a, kinds[0], of_b, kinds[1],
@@ -87,6 +87,21 @@ def multiply(
         use_fast_accum=fast and not block,
     )  # fmt: skip
     return y.to(dtype)
+
+
+def result_dtype(scaling: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of scaled_mm's result: bf16 where it has no fp32.
+
+    Products of rows are in fp32 by cuBLAS alone: on compute capability 9.0 and CUDA 12.9 or later.
+    Elsewhere torch uses CUTLASS (https://github.com/pytorch/pytorch/pull/187569).
+    """
+    if scaling == "mxfp8":
+        return torch.bfloat16
+    if scaling == "rowwise" and device.type == "cuda" and dtype == torch.float32:
+        cuda = tuple(map(int, (torch.version.cuda or "13.0").split(".")))
+        if torch.cuda.get_device_capability(device) != (9, 0) or cuda < (12, 9):
+            return torch.bfloat16
+    return dtype
 
 
 def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:

@@ -36,7 +36,7 @@ def rehearse(rehearser: Process) -> Rehearse:
 
 def words(plans: Plans, n: int) -> list[str]:
     """Return the command line of a layout."""
-    rest = REST.replace("--bf16 ", "").replace("--train-iters 1", "--train-iters 8")
+    rest = REST.replace("--bf16 ", "")
     return [*plans.recorded(n).command.split(), *rest.split()]
 
 

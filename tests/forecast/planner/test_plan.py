@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import pretrain_llama
+from forecast.device_file import FOLDER as DEVICES
 from forecast.dry_run import memory
 from forecast.fit import available
 from forecast.planner import search, table
 from forecast.planner.cluster import FOLDER, Cluster, ClusterError, read_cluster
+from forecast.planner.constants import own
 from forecast.planner.layout import RECOMPUTE, SCHEDULES, Layout
 from forecast.planner.model import REST, last_of_each, read_model
 from forecast.planner.played import Worker
@@ -30,7 +32,7 @@ from tools import plan
 from training.flags.parse import parse
 from training.run.model_profile import model_profile
 from training.run.waiting import Progress
-from training.settings.config import Config
+from training.settings.config import Config, UsageError
 
 SMALL = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
@@ -88,6 +90,49 @@ def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
 def test_the_last_of_each_flag_counts_in_either_spelling() -> None:
     words = "--lr 1 --param-group *norm* frozen --lr=2 --param-group head.* frozen --bf16".split()
     assert last_of_each(words) == words[2:]
+
+
+@pytest.mark.parametrize("length", ["--seq-length 2048", "--seq-length=2048", "--seq_length 2048"])
+def test_the_length_of_a_models_flags_is_the_plans(length: str) -> None:
+    cluster, few = read_cluster("8xh100"), f"{SMALL} {length}"
+    assert plan.model_of(few, cluster, {}).config.model.seq_length == 2048
+    assert plan.batch_of(cluster, {}, plan.model_of(few, cluster, {})) == 2048
+    assert plan.model_of(few, cluster, {"seq-length": 1024}).config.model.seq_length == 1024
+    assert plan.model_of(SMALL, cluster, {}).config.model.seq_length == 8192
+
+
+def test_a_layout_with_a_schedule_of_batch_sizes_is_planned_for_the_largest() -> None:
+    flags = "--step-batch-size-schedule '0:64 10000:128' --micro-batch-size 1"
+    found = plan.named_by(SMALL, read_cluster("8xh100"), {}, flags)
+    assert found.flags == "--micro-batch-size 1 --global-batch-size 128"
+    assert found.config.batch.global_batch_size == 128
+
+
+def test_a_recipe_of_float8_leaves_out_the_sizes_that_it_does_not_allow() -> None:
+    cluster, wide = read_cluster("8xh100"), f"{SMALL} --kv-channels 128"
+    model = read_model(wide.replace("1536", "1280"), 1024)
+    every, cut = (
+        {tp for tp, _, _ in search.choose(model, cluster, d)} for d in ("bf16", "blockwise")
+    )
+    assert (every, cut) == ({1, 2, 4}, {1, 2})  # at 4 a rank has 320 columns of an MLP
+    with pytest.raises(UsageError, match="1500"):
+        search.choose(read_model(wide.replace("1536", "1500"), 1024), cluster, "blockwise")
+
+
+def test_a_device_with_one_level_or_three_can_be_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h100 = json.loads((DEVICES / "h100.json").read_text())
+    first, last = h100["levels"]
+    monkeypatch.chdir(tmp_path)
+    for levels in ([last], [first, {**last, "ranks": 64}, last]):
+        Path("device.json").write_text(json.dumps({**h100, "levels": levels}))
+        assert own("device.json")["network.ring.Simple"] > 0
+        assert len(read_cluster("2x8xdevice.json").levels) == 2
+
+
+def test_ada_has_float8() -> None:
+    search.check_dtype(read_cluster("8xl40s"), "tensorwise")
 
 
 def test_a_long_search_says_how_far_it_is(searched: tuple[Plans, list[str]]) -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+import pretrain_llama
 from benchmarks import plan_clocks
+from forecast.like_ranks import shortened
 from forecast.planner.cluster import read_cluster
-from forecast.planner.model import read_model
+from forecast.planner.model import read_flags, read_model
 from forecast.planner.played import (
     Play,
     Point,
@@ -24,6 +26,8 @@ from forecast.planner.table import breakdown
 from forecast.rehearsal.clock import Timing
 from mpu.zero.bucket_layout import automatic_size
 from tools import plan
+from training.run.pipeline_stages import rank_stages
+from training.settings.pipeline_schedule import micro_batch_counts
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 8 "
@@ -49,8 +53,7 @@ def run_of(flags: str, cluster: str = "8xh100", model: str = SMALL) -> Recorded:
 def whole(run: Recorded, worker: Worker) -> Timing:
     """Return the time of a run from one record of all layers, and all micro-batches."""
     few = prepared(run.model, run.cluster, run.argv)
-    argv = [*run.argv, "--train-iters", "8", "--rehearse-device", run.cluster.device]
-    job = {**few.jobs[0], "argv": argv, "world": run.cluster.gpus}
+    job = {**few.jobs[0], "few": {"micro_batches": max(micro_batch_counts(run.config))}}
     worker.ask([job])
     answer = worker.answer()
     every = Play(few.config, few.cut, len(few.cut), few.again, few.device, [Point(0, 0)], [job])
@@ -84,12 +87,45 @@ def test_layers_that_differ_are_recorded_with_all_of_them() -> None:
     few = replace(few, model=read_model(f"{SMALL} --num-layers 1", 2048))
     both = prepared(alike.model, alike.cluster, alike.argv)
     assert len(both.points) == 2 and len(both.jobs) == 2
-    size = both.jobs[0]["argv"][both.jobs[0]["argv"].index("--ddp-bucket-size") + 1]
+    size = both.jobs[0]["few"]["bucket"]
     numbers = 8 * (1024 * (1024 + 2 * 512 + 1024) + 3 * 1024 * 2816 + 2 * 1024)
-    assert int(size) == pytest.approx(automatic_size(numbers + 2 * 32000 * 1024), rel=0.01)
+    assert size == pytest.approx(automatic_size(numbers + 2 * 32000 * 1024), rel=0.01)
     assert prepared(few.model, few.cluster, few.argv).points == [Point(0, 0)]
     muon = replace(alike, flags=f"{alike.flags} --optimizer muon")  # whose matrices have owners
     assert prepared(muon.model, muon.cluster, muon.argv).points == [Point(0, 0)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+        f"{PP} --num-layers-per-virtual-pipeline-stage 2",
+        f"{PP} --pipeline-schedule zb-v",
+        "--train-iters 10000 --lr-warmup-iters 2000 --lr-decay-iters 10000",
+    ],
+)
+def test_a_users_own_flags_are_those_that_are_recorded(flags: str) -> None:
+    """The run is read as a whole; it is cut to few layers afterwards."""
+    run = run_of(f"{flags} --micro-batch-size 1 --global-batch-size 64")
+    plan = prepared(run.model, run.cluster, run.argv)
+    config, size = run.config, plan.config.parallel.pipeline_model_parallel_size
+    for job in plan.jobs:
+        whole = read_flags(job["argv"], job["world"])
+        assert whole.optimizer == config.optimizer and whole.parallel == config.parallel
+        few = shortened(whole, **job["few"])
+        ranks = [rank_stages(few, pretrain_llama.model_provider, rank) for rank in range(size)]
+        layers = job["few"]["layers"] or plan.cut[0]
+        assert [len(s.layers) for own in ranks for s in own] == [layers] * size * plan.chunks
+        assert micro_batch_counts(few) == [job["few"]["micro_batches"]]
+
+
+@pytest.mark.prove
+def test_more_questions_than_a_pipe_holds_are_answered(worker: Worker) -> None:
+    run = run_of("--micro-batch-size 1 --global-batch-size 64")
+    job = prepared(run.model, run.cluster, run.argv).jobs[0]
+    for _ in range(150):
+        worker.ask([{**job, "argv": [*job["argv"], "--no-" + "x" * 2000]}])
+    assert all("--no-xx" in worker.answer()["error"] for _ in range(150))
 
 
 def test_no_part_is_below_zero() -> None:

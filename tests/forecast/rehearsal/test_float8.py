@@ -28,6 +28,7 @@ CASES = [
     ("tensorwise", 2, f"{SPLIT} --tp-comm-overlap ring --recompute-granularity full"),
     ("blockwise", 4, f"{SPLIT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     ("rowwise", 8, f"{SPLIT} --context-parallel-size 2 --cp-comm-type a2a {ZERO.format(1)}"),
+    ("tensorwise", 1, "--rehearse-device l40s"),
     ("mxfp8 --first-last-layers-bf16", 4, f"{SPLIT} {ZERO.format(2)} --rehearse-device b200"),
 ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mpu.context import LayerContext
 from mpu.kernels import by_address
 from mpu.layers.float8 import cuda as float8_cuda
-from mpu.layers.float8.cuda import Operand, multiply, prepare, wide
+from mpu.layers.float8.cuda import Operand, multiply, prepare, result_dtype, wide
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.float8.rows import BLOCKS, E4M3, E5M2, decode, scale_of
 
@@ -120,6 +120,22 @@ def test_blocks_of_e5m2_are_refused_as_torch_refuses_them(scaling, monkeypatch):
     assert recipe.dy is E4M3
     with pytest.raises(AssertionError):
         multiply(Operand(x8, E5M2), Operand(w8, E4M3), scaling, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "capability, cuda, dtype",
+    [((9, 0), "13.0", torch.float32), ((9, 0), "12.8", torch.bfloat16),
+     ((10, 0), "13.0", torch.bfloat16), ((8, 9), "12.9", torch.bfloat16)],
+)  # fmt: skip
+def test_rows_are_multiplied_into_bf16_where_torch_has_no_fp32(
+    monkeypatch, capability, cuda, dtype
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    device, fp32 = torch.device("cuda"), torch.float32
+    assert result_dtype("rowwise", fp32, device) == dtype
+    assert result_dtype("tensorwise", fp32, device) == fp32
+    assert result_dtype("mxfp8", fp32, device) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
