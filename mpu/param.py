@@ -164,6 +164,16 @@ def placement_of(param: nn.Parameter) -> Placement:
     return getattr(param, "placement", None) or Placement(tuple(param.shape))
 
 
+def without_axis(name: str, param: nn.Parameter, world_size: int, ep_size: int) -> str:
+    """Return why a parameter's gradient would not be summed on a Grid of these sizes, or ""."""
+    if placement_of(param).axis.name != "ep" or ep_size or world_size == 1:
+        return ""
+    return (
+        f"{name} is placed on the axis ep, which this run does not have, so its gradient would not "
+        "be summed; set expert_model_parallel_size (Grid: ep_size)"
+    )
+
+
 # The groups that a model may put a parameter in. The first word selects the optimizer and the
 # learning rate, the suffix whether weight decay applies (training/settings/update_rules.py).
 GROUPS = ("matrix", "matrix_no_decay", "vector", "vector_decay", "embedding", "embedding_no_decay")

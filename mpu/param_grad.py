@@ -27,7 +27,7 @@ from mpu.comm.collectives import all_gather, all_reduce_in_order, gather_bytes
 from mpu.comm.transport import Axis
 from mpu.gradients import TOLERANCE, GradientSink, sketch
 from mpu.grid import DATA, Grid
-from mpu.param import PlacementError, placement_of
+from mpu.param import PlacementError, placement_of, without_axis
 from mpu.torch_private import version_of
 
 LOOKS = 10  # maximum number of steps in which gradients of replicated weights are compared
@@ -118,7 +118,7 @@ class ParamGrad(GradientSink):
             else:  # frozen, perhaps since the last step
                 param.grad = None
                 self._added.pop(param, None)
-        device = next((param.device for _, param in named), torch.device("cpu"))
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
         names = hashlib.sha256(repr([name for name, _ in named]).encode()).hexdigest()
         added = [int(self._was_added_to(param)) for _, param in named]
         mine = [grid.pp.rank, _mistake(module, self, grid, named), names, added, self._undecided]
@@ -232,6 +232,8 @@ def _mistake(module: nn.Module, sink: ParamGrad, grid: Grid, named: Named) -> st
     for name, param in named:
         if param.grad is not None and param.grad.layout != torch.strided:
             return f"{name} has a sparse gradient, which cannot be summed: omit sparse=True"
+        if why := without_axis(name, param, grid.world_size, grid.ep_size):
+            return why
     return ""
 
 

@@ -26,15 +26,26 @@ class Wait(NamedTuple):
     number: int
 
     def pack(self) -> list[Any]:
-        """Return it for JSON, short at any world size: the peers of an axis are evenly spaced."""
-        step = self.peers[1] - self.peers[0] if len(self.peers) > 1 else 1
-        return [self.verb, self.axis, self.peers[0], step, len(self.peers), self.number]
+        """Return it for JSON, short at any world size: peers that are evenly spaced, or such rows
+        of them at an even distance, and so on, are two numbers for each such level.
+        """
+        levels, peers = list[list[int]](), list(self.peers)
+        while len(peers) > 1:
+            step = peers[1] - peers[0]
+            count = next((n for n in range(2, len(peers)) if peers[n] - peers[n - 1] != step), 0)
+            count = count or len(peers)
+            levels.append([step, count])
+            peers = peers[::count]
+        return [self.verb, self.axis, self.peers[0], levels, self.number]
 
     @classmethod
     def packed(cls, values: list[Any]) -> "Wait":
         """Return the wait that `pack` wrote."""
-        verb, axis, first, step, count, number = values
-        return cls(verb, axis, tuple(first + step * i for i in range(count)), number)
+        verb, axis, first, levels, number = values
+        peers = [first]
+        for step, count in levels:
+            peers = [peer + step * i for i in range(count) for peer in peers]
+        return cls(verb, axis, tuple(peers), number)
 
 
 MESSAGES = ("send", "receive")

@@ -114,6 +114,11 @@ class Optimizer:
                 layouts = [bucket.layout for bucket in self.sink.buckets]
                 placements = {name: (placement_of(param), param.shape) for name, param in params}
                 members = members_of(self.grid)
+                if any(len(own) != self.grid.instance(cut).size for cut, own in members.items()):
+                    raise ValueError(
+                        f"{rule.name} updates whole matrices: make the Grid with "
+                        "needs_full_matrices=True"
+                    )
                 plans[rule] = plan_of(layouts, placements, mine, rule.split, members)
         return plans
 

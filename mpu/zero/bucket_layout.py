@@ -82,6 +82,7 @@ class ParamEntry(NamedTuple):
     group: str = ""  # the model's parameter group, for the optimizer
     late: bool = False  # its last gradient is computed after those of the rank's other parameters
     frozen: bool = False  # it has no gradient, and is reduced over no axis
+    copies: bool = False  # other pipeline stages have it too, as they do a tied embedding
 
     def as_frozen(self) -> "ParamEntry":
         """Return the entry of the same parameter, if it is frozen."""
@@ -107,6 +108,7 @@ def entries_of(
             cut=place.axis.name,
             group=group_of(param),
             late=getattr(param, "late", False) and not axes,
+            copies=bool(place.copies),
         )
         found.append(entry if param.requires_grad else entry.as_frozen())
     return found
@@ -185,6 +187,8 @@ def make_buckets(
         other = group and (group[-1].chunk, group[-1].late) != (entry.chunk, entry.late)
         if by_block:
             other = other or (group and block_of(group[-1].name) != block_of(entry.name))
+            # a bucket of its own, so that its shares are equal on all stages that have it
+            other = other or (group and (group[-1].copies or entry.copies))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
             latest[kind] = []
             groups.append(latest[kind])

@@ -21,7 +21,7 @@ from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.comm.transport import Axis, Label
 from mpu.gradients import GradientSink
 from mpu.grid import DATA, Grid
-from mpu.param import Placement, PlacementError, placement_of
+from mpu.param import Placement, PlacementError, placement_of, without_axis
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket, ParamBucket
 from mpu.zero.bucket_layout import (
     Sharing,
@@ -122,13 +122,16 @@ class ParamAndGradBuffer(GradientSink):
             if not hasattr(param, "placement"):
                 param.placement = Placement(tuple(param.shape), axis=self.grid.tp)  # type: ignore[attr-defined]
         axes: dict[tuple[str, ...], tuple[Axis, ...]] = {}
+        (first, of), *others = params.items()
+        for name, param in others:
+            if param.dtype != of.dtype:
+                raise PlacementError(
+                    f"{name} is {param.dtype} and {first} is {of.dtype}: a bucket has one "
+                    "dtype, so all parameters need that of the run (LayerContext.dtype)"
+                )
         for name, param in params.items():
-            if placement_of(param).axis.name == "ep" and not self.grid.ep_size:
-                if self.grid.world_size > 1:
-                    raise PlacementError(
-                        f"{name} is placed on the axis ep, which this run does not have, so its "
-                        "gradient would not be summed; set expert_model_parallel_size"
-                    )
+            if why := without_axis(name, param, self.grid.world_size, self.grid.ep_size):
+                raise PlacementError(why)
             extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
             axes[tuple(a.name for a in extra)] = extra
         self.device = next(iter(params.values())).device

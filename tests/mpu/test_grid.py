@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid is one reshape: ranks are where the docstring says, and products of axes are planes."""
 
+import json
 from datetime import timedelta
 from itertools import permutations
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 
 import mpu.grid as grid_module
 from mpu.comm.collectives import all_gather, group_of
+from mpu.comm.waits import Wait
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 
@@ -70,7 +72,7 @@ def test_every_order_has_one_rank_at_each_place(order):
         assert [getattr(g, name).size for name in ("tp", "cp", "dp", "pp")] == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("order", [ORDER, ("dp", "pp", "tp", "cp")])
+@pytest.mark.parametrize("order", [ORDER, ("tp", "cp", "pp", "dp"), ("dp", "pp", "tp", "cp")])
 def test_every_axis_of_each_rank_is_a_group_of_the_list(order):
     """A rank's parts of a stage, written out: neighbours, and those at the same place in each."""
     more = dict(instances=2, query_groups=2, order=order, ep_size=8, needs_full_matrices=True)
@@ -88,6 +90,9 @@ def test_every_axis_of_each_rank_is_a_group_of_the_list(order):
             ranks = [rank for row in g.places(cut) for rank in row]
             assert g.instance(cut).ranks == tuple(sorted(ranks))
             assert {getattr(grids[rank], cut).ranks for rank in ranks} == set(g.places(cut))
+        for name in Grid.AXES:
+            wait = Wait("all_gather", name, getattr(g, name).ranks, 3)
+            assert Wait.packed(json.loads(json.dumps(wait.pack()))) == wait, name
     for name in {*Grid.AXES} - {"embd"}:
         own = {getattr(g, name).ranks for g in grids}
         assert {*map(tuple, grids[0].groups(name).tolist())} == own, name

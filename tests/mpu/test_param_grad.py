@@ -17,6 +17,7 @@ from mpu.gradients import use
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.embedding import VocabParallelEmbedding
+from mpu.layers.experts import GroupedLinear
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.param import Region, draw_normal, placement_of
@@ -221,6 +222,9 @@ def mistake(comm, case: str) -> str:
             alone = Grid(2, 2, launch=Launch(comm.rank, 2, comm.rank, 2))
             ctx = LayerContext(alone, True, sink=sink)
         model = Small(ctx, make, drawn=case != "never drawn")
+        if case == "experts":
+            model.experts = GroupedLinear(2, H, (H,), ctx=ctx)
+            nn.init.ones_(model.experts.weight)
         if case == "other parameters" and comm.rank:
             model.more = nn.Linear(H, H)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -270,6 +274,7 @@ SAYS = {
     "another sink": "up was built with another sink: make its LayerContext with sink=",
     "sparse": "own.bias has a sparse gradient, which cannot be summed",
     "other parameters": "finish_grad_sync got models with different parameters on the ranks",
+    "experts": "experts.weight is placed on the axis ep, which this run does not have, so its",
     "none": "",
 }
 

@@ -74,6 +74,7 @@ CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", "--on-spike report"],
     ["", "", "--rehearse-device a100", "--rehearse-device b200"],
     ["", "", "--manual-gc"],
+    ["", "", "--param-group embedding.* frozen"],
 ]  # fmt: skip
 NEEDS = {  # flags that begin so go, unless one of these is drawn
     CP: ("--cp-comm",),

@@ -25,7 +25,7 @@ SCHEDULE = "--pipeline-schedule "
 RECOMPUTE = "--recompute-granularity "
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss "
 LAYOUTS = [  # world, flags; a global batch of 8
-    (1, "--optimizer-cpu-offload --zero-stage 2"),
+    (1, "--optimizer-cpu-offload --log-params-norm --param-group embedding.* frozen"),
     (1, RECOMPUTE + "selective"),
     (1, RECOMPUTE + "full --recompute-method block --recompute-num-layers 2"),
     (2, TP),
@@ -159,3 +159,29 @@ def test_a_rank_of_an_example_has_no_finding_and_the_dry_runs_memory(name, world
     argv = example(r"printf %s\n", "--dry-run").stdout.splitlines()[1:]
     told, counted = sum(stated(parse(argv, world), rank).values()), report["memory"]["peak_bytes"]
     assert abs(told - counted) <= 0.02 * counted, (told / 1e9, counted / 1e9)
+
+
+@pytest.mark.prove
+def test_a_rank_whose_process_is_killed_ends_the_rehearsal_of_all():
+    """Rank 1 is killed while rank 0 waits for it."""
+    program = """
+import os, signal, sys
+from forecast.rehearsal import guard
+guard.load()
+import pretrain_llama
+from forecast.rehearsal import main
+run = main.run
+def killed(script, config, exchange=None, *more, **named):
+    if config.rehearse.rehearse_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(script, config, exchange, *more, **named)
+main.run = killed
+sys.exit(main.main(pretrain_llama, sys.argv[1:]))
+"""
+    words = [*SMALL, "--global-batch-size", "8", "--rehearse", "--rehearse-all-ranks"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, *TP.split()], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "WORLD_SIZE": "2"}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "the process of rank 1 ended without a result" in done.stdout + done.stderr

@@ -5,10 +5,14 @@ import pytest
 import torch
 from torch import nn
 
+from mpu.comm.meta import MetaTransport
 from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group
+from mpu.optim.muon import Muon
 from mpu.optim.optimizer import Optimizer
+from mpu.param import group_of
 from mpu.zero.bucket_layout import BLOCK, ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
@@ -132,3 +136,12 @@ def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
     assert len(norms) == 1
     want = torch.cat(list(grads.values())).double().norm().item()
     assert abs(norms.pop() - want) < 1e-6 * want
+
+
+def test_whole_matrices_need_a_grid_that_has_their_axes():
+    grid = Grid(2, launch=Launch(0, 2)).carried_by(MetaTransport())
+    module = nn.Linear(8, 8, bias=False)
+    sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(zero_stage=1))
+    sink.attach(module)
+    with pytest.raises(ValueError, match="Muon .* make the Grid with needs_full_matrices=True"):
+        Optimizer(module, sink, grid, {group_of(module.weight): Group(Muon())})

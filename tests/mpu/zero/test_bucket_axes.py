@@ -201,7 +201,7 @@ def test_experts_need_the_axis(world: Any) -> None:
     for said in world(2).run(without_the_axis):
         assert said == (
             "weight is placed on the axis ep, which this run does not have, so its gradient "
-            "would not be summed; set expert_model_parallel_size"
+            "would not be summed; set expert_model_parallel_size (Grid: ep_size)"
         )
 
 

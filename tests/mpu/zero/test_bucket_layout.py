@@ -27,6 +27,15 @@ def test_by_block_a_bucket_is_a_block_and_neighbours_outside_share_one():
     assert found == [["out"], ["layers.1.w"], ["layers.0.v", "layers.0.w"], ["in.b", "in.a"]]
 
 
+def test_what_several_stages_hold_has_equal_shares_on_each():
+    """A frozen tied weight and what stands beside it on one of the two stages alone."""
+    tied = [ParamEntry(name, 5 * BLOCK, frozen=True, copies=True) for name in ("embedding", "head")]
+    norm = ParamEntry("norm", 7, frozen=True)
+    first, last = (make_buckets(each, 1, shared(2, 3)) for each in (tied[:1], [norm, tied[1]]))
+    assert names(last) == [["head"], ["norm"]]
+    assert first[0].own == last[0].own
+
+
 @pytest.mark.parametrize("ends", ["ends", "embd", "zz"])
 def test_buckets_over_extra_axes_are_last_and_those_over_tp_the_very_last(ends):
     """Whatever the other axis is called."""

@@ -11,7 +11,7 @@ from mpu.grid import Grid
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
-from mpu.param import Placement
+from mpu.param import Placement, PlacementError
 from mpu.zero.bucket_layout import ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.model.twin import gathered
@@ -221,3 +221,12 @@ def test_a_layer_s_mistake_is_told_by_the_weight_s_name(world):
             strict=True,
         ):  # fmt: skip
             assert line.startswith(says), line
+
+
+@pytest.mark.parametrize("size", [1, 0])
+def test_parameters_of_two_dtypes_are_refused(size):
+    """A bucket has one dtype: it would convert them."""
+    toy = Toy(sink := ParamAndGradBuffer(Grid(), torch.float32, ZeroConfig(bucket_size=size)))
+    toy.router = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(PlacementError, match="router is torch.bfloat16 and w0 is torch.float32"):
+        sink.attach(toy)
