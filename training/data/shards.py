@@ -17,6 +17,7 @@ from training.data.bad_documents import BadDocuments
 from training.data.parquet import rows
 from training.data.text_files import PACKED, ending_of, kind_of, opened
 
+BLOCK = 1 << 24  # bytes of a read of what is not kept
 MOST = 1 << 30  # bytes of one document, and of one line: a small .gz may hold any number
 BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8; `cat` leaves it before a line
 
@@ -110,7 +111,7 @@ class Shard:
             number += 1  # the line that belongs to the previous part
             with opened(self.path) as (file, _):
                 left = self.begin - 1
-                while left > 0 and (block := file.read(min(left, 1 << 24))):
+                while left > 0 and (block := file.read(min(left, BLOCK))):
                     number += block.count(b"\n")
                     left -= len(block)
         return f"{self.path}, line {number}, byte {where.byte}"
@@ -136,8 +137,8 @@ class Shard:
     def _lines(self, file: BinaryIO, bad: BadDocuments) -> Iterator[tuple[Where, bytes]]:
         at, number = self.begin, 0
         if self.begin:
-            file.seek(self.begin - 1)
-            at += len(file.readline()) - 1  # a line that began earlier belongs to the previous part
+            file.seek(self.begin - 1)  # a line that began earlier belongs to the previous part
+            at = self._behind_line(file, self.begin - 1)
         while self.end is None or at < self.end:
             line = file.readline(MOST + 1)
             if not line:
@@ -148,9 +149,16 @@ class Shard:
                 yield _text_of(where, line)
                 continue
             bad.found("too long", partial(self.place, where), TOO_LONG.format(MOST))
-            while line and not line.endswith(b"\n"):
-                line = file.readline(1 << 24)
-                at += len(line)
+            if not line.endswith(b"\n"):
+                at = self._behind_line(file, at)
+
+    def _behind_line(self, file: BinaryIO, at: int) -> int:
+        """Return where the line at byte `at` ends, or a byte behind this part's end before that."""
+        while line := file.readline(BLOCK):
+            at += len(line)
+            if line.endswith(b"\n") or (self.end is not None and at >= self.end):
+                break
+        return at
 
     def _decode(
         self, where: Where, raws: Sequence[bytes | None], bad: BadDocuments

@@ -3,7 +3,8 @@
 
 The monitor's thread calls `status()` at each beat; rank 0 (hang_detector.py) compares the results
 of all ranks. A rank makes progress when its action changes, when a wait for other ranks ends, and,
-in set-up, a load and a save, when it reads or writes a MiB. A rank has a limit in each phase:
+in set-up, a load and a save, or while it waits for a save in any phase, when it reads or writes a
+MiB. A rank has a limit in each phase:
 FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not
 been measured has no limit, so set-up, the first step, the first evaluation and the first save are
 exempt.
@@ -92,7 +93,7 @@ class HangWatch:
         self._queried = now
         wait, moved = self.waits.now, max(self._moved, self.waits.moved)
         stuck = now - moved
-        if stuck > QUIET and self.phase in IN_FILES:
+        if stuck > QUIET and (self.phase in IN_FILES or self.place()[0] == "checkpoint"):
             done = _bytes_moved()
             if done > self._bytes + BYTES:
                 self._bytes, self._moved, stuck = done, now, 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from training import checkpoint
-from training.checkpoint.find import nothing_at
+from training.checkpoint.find import newest, nothing_at
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.manifest import STATE
@@ -56,7 +56,11 @@ class Resume:
         fresh = c.finetune or chosen or c.load is None
         if fresh or checkpoint.is_hugging_face(paths[0], grid, self.saved.ctx.device):
             fresh, paths = True, paths[c.load is not None and c.load != c.save :]
-        after = (c.ckpt_step or 0) if fresh else -1  # later steps in --save are this run's
+        # later steps in --save are this run's
+        after = (c.ckpt_step if chosen and not c.finetune else 0) if fresh else -1
+        if not fresh and c.no_load_optim and c.load != c.save:  # of --load, the weights alone
+            began = newest("--load", Path(paths[0]), None)
+            paths, after = paths[1:], began.step if began else -1
         found = self.find("--load", checkpoint.Roots(paths, after), False)
         return self.load_first() if found is None else found
 
@@ -111,7 +115,7 @@ class Resume:
                 expect=same_run.expected(self.config, saved.hf_config),
                 suits=(lambda found: None) if fresh else self._check_resume,
                 from_hf=self.from_hf,
-                step=c.ckpt_step if flag == resumes else None,
+                step=c.ckpt_step if flag == resumes and isinstance(root, str) else None,
                 cast=fresh,
                 note=self.note,
                 device=device,

@@ -107,9 +107,8 @@ def prepare(
         raise UsageError(why)
     prepare_attention(config, device, note)
     check_device(config, device)
-    if grid.rank == 0:
-        activity.what = "looking for checkpoints"
-        check_early(config)
+    activity.what = "looking for checkpoints"
+    check_early(config, grid.rank == 0)
     activity.what = "loading the tokenizer"
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
@@ -147,11 +146,11 @@ def begun(config: Config, split: str, train: Dataset) -> bool:
     return same_run.same_order(found, config, corpus_digests(train), held_out=split != "train")
 
 
-def check_early(config: Config) -> None:
+def check_early(config: Config, logs: bool) -> None:
     """Raise ValueError for mistakes that would otherwise appear after the ranks built a model.
 
-    It looks at names only: where checkpoints should be, which packages are installed, and whether
-    W&B has a login.
+    It looks at names only: where checkpoints should be and, on the rank that logs, which packages
+    are installed, and whether W&B has a login.
     """
     c, log = config.checkpoint, config.log
     found: list[str] = []
@@ -167,6 +166,8 @@ def check_early(config: Config) -> None:
     for flag, place in needed.items() if not found else ():
         if place:
             raise nothing_at(flag, place)
+    if not logs:
+        return
     for flag, wanted, package in (
         ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
         ("--wandb-project", log.wandb_project, "wandb"),

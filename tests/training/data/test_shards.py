@@ -2,10 +2,13 @@
 """The parts of a file, put together, are the file."""
 
 import gzip
+import io
 import json
 
 import pytest
 
+from training.data import shards
+from training.data.bad_documents import BadDocuments
 from training.data.shards import Shard, Where, cut_files
 from training.data.text_files import kind_of
 
@@ -41,6 +44,30 @@ def test_every_cut_reads_the_same_documents(tmp_path, name, ending, size):
     once = [(f"{path}, line {i}, byte {at}", t) for i, (at, t) in enumerate(places(), 1) if t]
     assert found == once + once
     assert sum(part.size for part in parts) == 2 * (tmp_path / name).stat().st_size
+
+
+class Counted(io.BytesIO):
+    """A file that counts the bytes that its lines have."""
+
+    count = 0
+
+    def readline(self, size=-1):
+        line = super().readline(size)
+        self.count += len(line)
+        return line
+
+
+def test_a_part_inside_a_long_line_does_not_read_the_rest_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK", 64)
+    text = b"x" * 10_000 + b"\n{}\n"
+    path = write(tmp_path / "a.jsonl", text)
+    parts = cut_files([path], False, 1000)
+    read = []
+    for part in parts[1:]:
+        lines = list(part._lines(file := Counted(text), BadDocuments()))
+        read.append(file.count)
+        assert lines == ([((1, 10_001), b"{}\n")] if part is parts[-1] else [])
+    assert max(read) <= 1000 + 64
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])

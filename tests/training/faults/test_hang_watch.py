@@ -216,11 +216,16 @@ def test_a_process_that_was_stopped_does_not_hang_when_it_goes_on() -> None:
     assert watch.status("", 1.0)["stuck"] == 0
 
 
-def test_reading_files_is_movement_in_set_up_and_while_saving(tmp_path: Any) -> None:
+def test_reading_files_is_movement_in_set_up_and_while_saving(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = HangWatch()
     watch.status("", 1.0)
-    for phase, moves in (("save", True), ("step", False)):
+    cases = ("save", "", True), ("step", "", False), ("evaluation", "checkpoint", True)
+    for phase, kind, moves in cases:
         watch.enter(phase)
+        if kind:  # it waits for a save behind the training, or for an export
+            monkeypatch.setattr(watch, "place", lambda kind=kind: (kind, "", []))
         watch._moved = watch.waits.moved = time.monotonic() - 30
         watch.status("", 1.0)
         watch._moved = watch.waits.moved = time.monotonic() - 30

@@ -54,6 +54,30 @@ def test_a_restart_goes_on_from_what_the_run_itself_saved(
     assert "step_00000003; starting at sample 0" in begun_at(capsys, fresh)
 
 
+def test_a_restart_has_the_step_and_the_optimizer_of_the_first_start(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, mine, new = (str(tmp_path / name) for name in ("base", "mine", "new"))
+    begun_at(capsys, f"--train-iters 3 --save {base} --save-interval 1")
+    step = f"--load {base} --ckpt-step 2 --save-interval 1 --save"
+    assert f"loaded {base}/step_00000002: at" in begun_at(capsys, f"{step} {mine} --train-iters 4")
+    tuned = f"--load {base} --ckpt-step 3 --finetune --train-iters 2 --save {tmp_path}/tuned"
+    assert "step_00000003; starting at sample 0" in begun_at(capsys, tuned)
+    plain = f"--load {base} --no-load-optim --save"
+    said = begun_at(capsys, f"{plain} {tmp_path}/plain --train-iters 4 --save-interval 1")
+    assert f"loaded {base}/step_00000003: at" in said
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert f"loaded {mine}/step_00000004: at" in begun_at(capsys, f"{step} {mine} --train-iters 5")
+    assert f"loaded {base}/step_00000002: at" in begun_at(capsys, f"{step} {new} --train-iters 3")
+    assert f"loaded {tmp_path}/tuned/step_00000002: at" in begun_at(capsys, tuned)
+    again = begun_at(capsys, f"{plain} {tmp_path}/plain --train-iters 5")
+    assert f"loaded {tmp_path}/plain/step_00000004: at" in again
+    capsys.readouterr()
+    words = f"{plain} {tmp_path}/plain2 --train-iters 4"
+    assert pretrain_llama.main([*FLAGS.split(), *words.split()]) == 0
+    assert "--no-load-optim resets the optimizer's state" in capsys.readouterr().out
+
+
 def test_nothing_is_missing_without_load(capsys: Any) -> None:
     """A flag that the dry run calls idle is idle in the run."""
     begun_at(capsys, "--train-iters 1 --exit-on-missing-checkpoint")

@@ -7,6 +7,7 @@ skipped iterations, so that a resume skips the same ones.
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from training.run.log import Log
 from training.run.saver import Saver
@@ -28,11 +29,13 @@ class Rewind:
         self.passed_over.update(run.config.fault.iterations_to_skip)
 
     def begin(self) -> None:
-        """Save the run's start if a flag may ask to go back to it."""
-        run, fault = self.run, self.run.config.fault
+        """Save the run's start if a flag may ask to go back to it, unless --save has it."""
+        run, fault, save = self.run, self.run.config.fault, self.run.config.checkpoint.save
         answers = run.config.run.on_nan, fault.on_spike, fault.on_replica_mismatch
-        if "rewind" in answers and not run.iteration:
-            self.saver.save(0, 0, must=True)
+        if "rewind" in answers and save:
+            there = self.saver.resume.folder == Path(save).resolve()
+            if not run.iteration or not there:
+                self.saver.save(run.iteration, run.consumed, must=True)
 
     def unfinished(self, total: int) -> bool:
         """Skip iterations where due; return whether a step of the run's `total` follows in this

@@ -331,6 +331,16 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
     assert state["passed_over"] == [5]
 
 
+def test_a_run_that_loads_from_elsewhere_can_go_back_to_what_it_loaded(
+    go: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    go("--train-iters 2 --save {tmp}/before")
+    after_step(monkeypatch, {3}, spoil_gradient(NAN), once=False)
+    said = go("--train-iters 5 --load {tmp}/before --save {tmp}/saved --on-nan rewind")
+    assert "going back from iteration 4 to 2" in said and "iteration 3 is skipped" in said
+    assert steps(tmp_path) == [2, 5]
+
+
 @pytest.mark.prove
 def test_rewinds_that_do_not_help_end_the_run(go: Any, tmp_path: Path, monkeypatch: Any) -> None:
     after_step(monkeypatch, set(range(4, 30)), spoil_gradient(NAN), once=False)
