@@ -111,8 +111,9 @@ class _Part:
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the square of each parameter's norm, over all ranks that hold a part of it."""
         flat = [tensors[i].view(-1, BLOCK) for i in self._at]
-        device = self._order.device  # masters may be in host memory, beside frozen weights
-        every = torch.cat([torch.linalg.vector_norm(t, dim=1).double().to(device) for t in flat])
+        blocks = [torch.linalg.vector_norm(t, dim=1).double() for t in flat]
+        # masters may be in host memory, beside frozen weights
+        every = torch.cat([each.to(self._order.device) for each in blocks])
         if self._shard is not None:
             every = all_gather(every, self._shard, label=NORM)[0]
         squares = every[self._order].square_().mul_(self._counted)

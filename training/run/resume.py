@@ -57,7 +57,7 @@ class Resume:
         if fresh or checkpoint.is_hugging_face(paths[0], grid, self.saved.ctx.device):
             fresh, paths = True, paths[c.load is not None and c.load != c.save :]
         # later steps in --save are this run's
-        after = (c.ckpt_step if chosen and not c.finetune else 0) if fresh else -1
+        after = -1 if not fresh else 0 if c.finetune or not chosen else c.ckpt_step or 0
         if not fresh and c.no_load_optim and c.load != c.save:  # of --load, the weights alone
             began = newest("--load", Path(paths[0]), None)
             paths, after = paths[1:], began.step if began else -1
