@@ -117,7 +117,7 @@ SPOILT = r"not finite at iteration {step}: "
 ONCE = Promise(says=SPOILT + ".*the fault was transient", who="one")
 OUTPUT = r".*in the output of \S+ \(\w+\).*micro-batch.*sample.*on rank {rank}"
 LASTING = Promise(says=SPOILT + OUTPUT, who="one")
-WEIGHT = Promise(says=SPOILT + ".*in the weight {bare}:.*on rank {rank}", who="one")
+WEIGHT = Promise(says=SPOILT + r".*in the weight {bare} \(.*on rank {rank}", who="one")
 SPIKE = "a spike at iteration {step}: .*loss.*z-score"
 NUMBERS = [
     Kind(f"number: {value} in a {what}", make, promise, layouts=layouts)
@@ -203,7 +203,9 @@ WIRES = [
     Kind("network: partition of 2 seconds", wait, HARMLESS, outside="short_partition", **WIRE),
     Kind("network: delay", wait, HARMLESS, outside="delay", **WIRE),
     Kind("network: loss", wait, HARMLESS, outside="loss", **WIRE),
-    Kind("network: connections reset", wait, RESET, outside="reset", **WIRE),
+    # so many steps that some are left when the connections are reset
+    Kind("network: connections reset", wait, RESET, outside="reset", job=WIRE["job"],
+         base=f"{WIRE['base']} {LONG['base']}", steps=LONG["steps"]),
 ]
 FILES = [
     Kind(
@@ -223,7 +225,7 @@ FILES = [
 REPLICAS = "replicas differ at iteration .*{name} differs on rank 0 or rank 1"
 REPLICAS += "(?!.*rank {other} had other bits)"
 # a flip that makes a number as large as an infinity is noticed by the norm first
-REPLICAS += r"|not finite at iteration .*(weight {bare}:|output of {module} ).*on rank {rank}"
+REPLICAS += r"|not finite at iteration .*(weight {bare} \(|output of {module} ).*on rank {rank}"
 FLIPS = [
     Kind(f"flip: {what} that other ranks hold too{more}", spoil("step", what, flip),
          Promise(codes=codes, says=REPLICAS, who="one"), layouts=("tp 2", "dp 2"), share=4,

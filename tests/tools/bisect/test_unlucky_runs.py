@@ -80,7 +80,7 @@ def a_model_file(rng: random.Random, folder: Path) -> Case:
     more = spelt(rng, "--model-file", file)
     flags = rng.choice([[*FLAGS, *more], [*more, *FLAGS]])
     argv = pair(folder, flags, world=1)
-    says = r"step 2 .*--model-file \S+evil.py .* is code.* give --model-file-a"
+    says = r"step 2 .*--model-file \S+evil.py.* is code.* give --model-file-a"
     return Case(argv, codes=(1,), says=says, kept=[folder / "a"], absent=[mark])
 
 
