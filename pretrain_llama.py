@@ -75,7 +75,7 @@ from training.data.build import Loaders
 from training.data.loader import Loader
 from training.faults.monitor import FailureMonitor
 from training.files.untrusted import printable
-from training.flags import model_sizes
+from training.flags import foreign, model_sizes
 from training.flags.parse import model_file, parse
 from training.run import layer_values, matrices, memory_report, resumable
 from training.run.autotune.overlap import Overlap, OverlapNotes
@@ -318,7 +318,7 @@ def train(
     stop_signal: StopSignal,
 ) -> None:
     """Loop: data, step, log and watchers, evaluate, save; stop when all ranks agree."""
-    config, started = run.config, time.monotonic()
+    config, started = run.config, run.monitor.activity.begun
     agreement = Agreement(run.grid.world)
     rewind = Rewind(run, saver, log, agreement)
     guard = Guard(run, rewind, loaders.train, log, agreement, rerun=run_schedule)
@@ -414,7 +414,8 @@ def main(
             stop_signal.verbose = launch.rank == 0
             activity.what = "reading the flags"
             argv = name_fork(typed[1:])
-            if "--rehearse" in argv:  # another program runs this one, on a device without memory
+            # another program runs this one, on a device without memory
+            if any(use.dashed == "--rehearse" and use.on for use in foreign.uses_of(argv)):
                 activity.started()  # that program prints instead
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
                 return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])

@@ -618,8 +618,9 @@ class DistributedOptimizer:
         all_reduce(self.norm_grads, self.grid.tp)
         shard = reduce_scatter(self.grads, self.grid.dp)
         norm = self.global_norm(shard)
-        factor = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        shard.div_((1.0 / factor).float())  # divides, as AdamW's fused kernel does with its scale
+        if self.clip:
+            factor = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+            shard.div_((1.0 / factor).float())  # divides, as AdamW's fused kernel does
         self.decays.grad, self.others.grad = shard[: self.cut], shard[self.cut :]
         for group in self.adam.param_groups:
             group["lr"] = lr

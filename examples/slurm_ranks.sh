@@ -45,7 +45,9 @@ main() { # a function, since bash reads a script bit by bit, and somebody may ch
     # each node keeps what Triton compiles: ranks of many nodes in one shared folder get in each
     # other's way
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$(id -u)}
-    local before code=0 after again state ranks python=${PYTHON:-python3} inside=()
+    local before code=0 after again state ranks python=${PYTHON:-python3} inside=() cpus=()
+    # some versions of srun do not take it from the job
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || cpus=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     if [ -n "${CONTAINER:-}" ]; then
         if [ -n "${OUT:-}" ]; then mkdir -p "$OUT"; fi # what is mounted must be there
         inside=(--container-image="$CONTAINER" --container-mounts="$(mounts)"
@@ -59,7 +61,7 @@ main() { # a function, since bash reads a script bit by bit, and somebody may ch
 
     if [ "${DRY_RUN_FIRST:-no}${FITS:-no}${SLURM_RESTART_COUNT:-0}" = yesno0 ]; then
         ranks=${SLURM_NTASKS:-$((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-1}))}
-        WORLD_SIZE=$ranks srun --nodes=1 --ntasks=1 ${inside[@]+"${inside[@]}"} \
+        WORLD_SIZE=$ranks srun --nodes=1 --ntasks=1 ${cpus[@]+"${cpus[@]}"} ${inside[@]+"${inside[@]}"} \
             "$python" "$@" --dry-run > "dry-run-$SLURM_JOB_ID.txt" || code=$?
         if [ $code != 0 ] || grep "does NOT fit" "dry-run-$SLURM_JOB_ID.txt"; then
             echo "job $SLURM_JOB_ID: the dry run ended with $code (dry-run-$SLURM_JOB_ID.txt);" \
@@ -73,7 +75,7 @@ main() { # a function, since bash reads a script bit by bit, and somebody may ch
     # Ranks stop one another and say why; srun must not, at the first exit code that is not 0.
     # --wait is for a rank that ended before it had met the others; SRUN_FLAGS may say otherwise.
     # shellcheck disable=SC2086
-    srun --kill-on-bad-exit=0 ${SRUN_FLAGS:---wait=60} --distribution=block \
+    srun --kill-on-bad-exit=0 ${cpus[@]+"${cpus[@]}"} ${SRUN_FLAGS:---wait=60} --distribution=block \
         ${inside[@]+"${inside[@]}"} "$python" "$@" || code=$?
 
     after=$(newest)

@@ -237,12 +237,16 @@ class SparseMLP(nn.Module):
     def of_best_groups(self, scores: Tensor) -> Tensor:
         """Return scores [T, E] with -infinity outside of each token's best groups.
 
-        The score of a group is the sum of its k / (groups chosen) best scores (DeepSeek-V3: two).
+        The score of a group is the sum of its k / (groups chosen) best scores (DeepSeek-V3: two);
+        before a softmax over all experts, as in Megatron-LM, of their probabilities.
         """
         c = self.config
+        softmax = c.moe_router_pre_softmax and c.moe_router_score_function == "softmax"
+        ranked = scores.softmax(1) if softmax else scores
         n = c.moe_router_group_topk
         of_group = scores.unflatten(1, (c.moe_router_num_groups, -1))  # [T, groups, E / groups]
-        best = of_group.sort(dim=2, descending=True).values[:, :, : c.moe_router_topk // n].sum(2)
+        of_ranked = ranked.unflatten(1, (c.moe_router_num_groups, -1))
+        best = of_ranked.sort(dim=2, descending=True).values[:, :, : c.moe_router_topk // n].sum(2)
         chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :n]
         out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
         return of_group.masked_fill(out[:, :, None], -torch.inf).flatten(1)

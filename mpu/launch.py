@@ -327,6 +327,12 @@ def deprioritizes_cudnn() -> bool:
     return os.environ.get(CUDNN_LAST) == "1"
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def launches_block() -> bool:
     """Return whether the user asks CUDA to wait for each kernel at its launch."""
     return os.environ.get(BLOCKING, "0") not in ("", "0")
@@ -370,7 +376,9 @@ def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, s
     argv: the command line, in which --allow-tf32 allows TF32. Variables that are not in the
     environment are left out, as their default is fp32.
     """
-    allowed = any(word.replace("_", "-") == "--allow-tf32" for word in argv)
+    values = _values(argv)
+    given = next((values[name].lower() for name in ALLOW_TF32 if name in values), "no")
+    allowed = given not in ("no", "0", "false")
     exact = NARROW if allowed else TF32 | NARROW
     return {name: value for name, value in exact.items() if environ.get(name, value) != value}
 
@@ -378,6 +386,25 @@ def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, s
 def rounding_variables() -> list[str]:
     """Return the variables of `as_fp32` that are in the environment, set by it or by the user."""
     return [name for name in (*TF32, *NARROW) if name in os.environ]
+
+
+# the names of a flag that are read before the others, as training/flags translates them
+STAGES = (
+    "--pipeline-model-parallel-size", "--pp", "--pp-size", "--pipeline-parallel-size",
+    "--pipeline-parallel-degree", "--pipeline-parallel", "--pipe-parallel-size",
+    "--parallelism.pipeline-parallel-degree",
+)  # fmt: skip
+ALLOW_TF32 = ("--allow-tf32", "--tf32")
+
+
+def _values(argv: Sequence[str]) -> dict[str, str]:
+    """Return the value of each flag in a command line, "" if it has none."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    return {
+        flag.replace("_", "-"): "" if value.startswith("--") else value
+        for flag, value in zip(words, [*words, ""][1:], strict=True)
+        if flag.startswith("--")
+    }
 
 
 def loads_eagerly(argv: Sequence[str]) -> bool:
@@ -389,13 +416,9 @@ def loads_eagerly(argv: Sequence[str]) -> bool:
     MB of each GPU (pytorch/pytorch#86509), so other runs do not. CUDA reads the setting when it
     starts, which may be before the command line is parsed: so this looks at its raw words.
     """
-    words = [part for word in argv for part in word.split("=", 1)]
-    values = {}
-    for flag, value in zip(words, [*words, ""][1:], strict=True):
-        if flag.startswith("--"):
-            values[flag.replace("_", "-")] = "" if value.startswith("--") else value
+    values = _values(argv)
     overlap = values.get("--tp-comm-overlap", "none")
-    stages = values.get("--pipeline-model-parallel-size", "1")
+    stages = next((values[name] for name in STAGES if name in values), "1")
     return stages not in ("", "1") or overlap not in ("none", "ring")
 
 

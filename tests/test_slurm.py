@@ -201,10 +201,12 @@ def test_when_a_job_is_put_back(queue, codes, new, state, again):
         f"import os, sys\n{made}\nsys.exit({codes}[int(os.environ['SLURM_PROCID'])])\n"
     )
     script = "examples/slurm_ranks.sh"
-    job = queue.start(state, script, str(queue.folder / "rank.py"), CHECKPOINTS=str(saved))
+    more = {"CHECKPOINTS": str(saved), "SLURM_CPUS_PER_TASK": "8"}
+    job = queue.start(state, script, str(queue.folder / "rank.py"), **more)
     said = job.communicate(timeout=60)[0]
     assert job.returncode == max(codes), said
     assert queue.requeued() == again
+    assert "--cpus-per-task=8" in (queue.folder / "words").read_text().splitlines()
     last = "step_00000020" if new else "step_00000010"
     assert f"job 7: exit code {max(codes)}, last checkpoint: {last}" in said
 

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from mpu.launch import Launch, environment_defaults
+from mpu.launch import Launch, cores, environment_defaults
 from mpu.needs import explain_missing_packages
 
 os.environ.update(environment_defaults(os.environ))
@@ -307,8 +307,8 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
         )
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         count = sum(param.numel() for param in model.parameters())
-        cores = len(os.sched_getaffinity(0)) // grid.launch.local_world
-        torch.set_num_threads(threads_for(count, cores))
+        share = cores() // grid.launch.local_world
+        torch.set_num_threads(threads_for(count, share))
     ids = encode(tokenizer, args.prompt)
     context = model.config.max_position_embeddings
     if grid.rank == 0 and len(ids) + args.max_new_tokens > context:

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from mpu.launch import cores
 from tools.build_corpus import text_of
 from tools.command_line import Parser, error_line
 from training.data.files import write_text
@@ -42,7 +43,7 @@ from training.files.untrusted import open_plain, parse_json, printable, read_jso
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.relpath(sys.executable, ROOT)
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = cores()
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # the name of tools/preprocess_data.py for the prefix weft
 ITERATIONS = 1000

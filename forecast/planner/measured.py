@@ -29,6 +29,7 @@ from forecast.device_file import read_device
 from forecast.planner.cluster import Cluster
 from forecast.planner.model import Model
 from model.load import digest, load_model_file
+from mpu.launch import cores
 from training.data.files import write_text
 from training.files.owned import json_with
 from training.files.untrusted import parse_json, printable, read_json, read_plain
@@ -158,7 +159,7 @@ def launcher(cluster: Cluster, launch: str) -> list[str]:
             "of one: in a job with all nodes, give the command that starts all ranks by --launch "
             "(examples/measure.slurm)"
         )
-    here, what = (torch.cuda.device_count(), "GPUs") if not cluster.cpu else (_cores(), "cores")
+    here, what = (torch.cuda.device_count(), "GPUs") if not cluster.cpu else (cores(), "cores")
     if cluster.node > here:
         raise MeasureError(
             f"--measure: {cluster.name} has {cluster.node} ranks, but this machine has {here} "
@@ -167,10 +168,6 @@ def launcher(cluster: Cluster, launch: str) -> list[str]:
         )
     torchrun = [sys.executable, str(ROOT / "tools/torchrun.py"), "--standalone"]
     return [*torchrun, "--nproc-per-node", str(cluster.node)]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure(

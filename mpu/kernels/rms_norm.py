@@ -234,7 +234,7 @@ def norm_backward(
     """Return dx, to which dh is added if given, and dw's parts [count, width]: see `fold`."""
     width, tile = h.shape[-1], tile_of(h)
     rows = h.numel() // width
-    tiles = cdiv(cdiv(rows, tile["ROWS"]), PARTS)  # of a run
+    tiles = max(1, cdiv(cdiv(rows, tile["ROWS"]), PARTS))  # of a run; experts may have no rows
     run = tiles * tile["ROWS"]
     count = cdiv(rows, run)
     dx, parts = torch.empty_like(h), h.new_empty((count, width), dtype=inverse.dtype)

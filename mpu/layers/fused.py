@@ -211,7 +211,14 @@ def apply_rope(
         )
     if 2 * half < d:
         return _partly_rotated(qkv, cos, sin, heads, groups)
+    if getattr(qkv, "is_rotated", False):
+        raise ValueError(
+            "apply_rope: this tensor is already rotated, in place: a layer that attends twice "
+            "gives the first call a copy, qkv.clone()"
+        )
     own = torch.is_grad_enabled() and is_result_of(qkv, AllGatherMatmul)
+    if own:
+        qkv.is_rotated = True  # type: ignore[attr-defined]
     return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
 
 

@@ -38,7 +38,7 @@ SAVE = {
 }
 LATER = {
     "nothing is staged yet": ("staging", 2, 3),
-    "staged": ("staged", 2, 3),
+    "staged": ("staged", 1, 3),
     "an old one is about to go": ("save: pruning", 1, 6),
     "an old one is renamed": ("save: trash", 1, 6),
 }
@@ -95,7 +95,7 @@ def run(ranks: Ranks, layout: str, fault: Any = None, **job: Any) -> Result:
 def fault_of(place: str, victim: int) -> dict[str, Any]:
     point, call, _ = PLACES[place]
     how = {"rank": max(victim, 0), "how": "kill all" if victim == ALL else "kill"}
-    when = {"from": 5} if place in STEP | MESSAGES else {}
+    when = {"from": 5} if place in {*STEP, *MESSAGES, "staged"} else {}
     when = {"save": 2} if point.startswith("save: ") else when
     return {"point": point, "call": call, **how, **when}
 

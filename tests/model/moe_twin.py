@@ -126,7 +126,12 @@ class ExpertTwin(Twin):
         if not groups:
             return scores
         parts = scores.unflatten(-1, (groups, -1))
-        sums = parts.topk(self.moe["moe_router_topk"] // n, -1).values.sum(-1)
+        softmax = self.moe.get("moe_router_score_function", "softmax") == "softmax"
+        if softmax and self.moe.get("moe_router_pre_softmax"):  # Megatron-LM: of probabilities
+            sums = scores.softmax(-1).unflatten(-1, (groups, -1))
+        else:
+            sums = parts
+        sums = sums.topk(self.moe["moe_router_topk"] // n, -1).values.sum(-1)
         return torch.where(self.chosen(sums, n)[..., None], parts, parts - 100.0).flatten(-2)
 
     def losses(self, logits, scores, best, sigmoid: bool, at: str = "") -> torch.Tensor:

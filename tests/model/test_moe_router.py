@@ -50,6 +50,15 @@ LONG = [
 ]
 
 
+GROUPS = dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
+GROUPS |= dict(moe_router_enable_expert_bias=False, moe_router_bias_update_rate=0.0)
+
+
+def test_groups_before_a_softmax_are_chosen_by_probabilities(world: Any) -> None:
+    """By the sums of their best two: of logits it would be other groups."""
+    held(world, [RUN | dict(moe=BIASED | GROUPS)], steps=2, within=1e-11)
+
+
 @pytest.mark.parametrize(
     "layouts", [LAYOUTS, pytest.param(LONG, marks=pytest.mark.prove)], ids=["few", "many"]
 )

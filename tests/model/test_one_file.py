@@ -102,6 +102,14 @@ def train_both(comm, tp: int, pp: int, dtype: str, steps: int):
     return wrong, [loss for loss, _ in results]
 
 
+def test_no_clipping_is_that_of_a_norm_that_is_never_reached(monkeypatch):
+    module, found = one_file(), []
+    for clip in (0.0, 1e9, CLIP):
+        monkeypatch.setattr(sys.modules[__name__], "CLIP", clip)
+        found.append(bits(by_one_file(module, 1, 1, torch.float32, 2)[1]))
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(
     "tp, pp, size, dtype, steps", sampled([(1, 2, 2, "bfloat16", 3), (2, 1, 4, "float32", 2)], 2)
 )

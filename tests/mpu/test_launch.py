@@ -11,26 +11,29 @@ import pytest
 
 from mpu.launch import (
     ALLOCATOR,
+    ALLOW_TF32,
+    STAGES,
     cuda_settings,
     environment_defaults,
     set_deterministic,
 )
+from training.flags.foreign import vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
-STAGES = ["--pipeline-model-parallel-size", "2"]
+TWO = ["--pipeline-model-parallel-size", "2"]
 
 
 def test_the_defaults_leave_what_is_set():
     more = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     assert environment_defaults({}) == DEFAULTS | more
-    assert environment_defaults({}, STAGES) == DEFAULTS | more | EAGER
-    assert environment_defaults(DEFAULTS | more | EAGER, STAGES) == {}
+    assert environment_defaults({}, TWO) == DEFAULTS | more | EAGER
+    assert environment_defaults(DEFAULTS | more | EAGER, TWO) == {}
     lazy = {"CUDA_MODULE_LOADING": "LAZY"}
-    assert "CUDA_MODULE_LOADING" not in environment_defaults(lazy, STAGES)
+    assert "CUDA_MODULE_LOADING" not in environment_defaults(lazy, TWO)
     for name in ALLOCATOR:  # a newer and an older name of the same: they would contradict
-        assert environment_defaults({name: ""} | more, STAGES) == EAGER
+        assert environment_defaults({name: ""} | more, TWO) == EAGER
 
 
 @pytest.mark.parametrize(
@@ -47,10 +50,18 @@ def test_the_defaults_leave_what_is_set():
         ("--tp-comm-overlap=symmetric", True),
         ("--tp-comm-overlap --bf16", True),  # auto may take symmetric
         ("--tp-comm-overlap", True),
+        ("--pp 4", True),
+        ("--pp-size=1", False),
     ],
 )
 def test_kernels_are_loaded_at_the_start_only_where_a_launch_must_not_wait(flags, eager):
     assert ("CUDA_MODULE_LOADING" in environment_defaults({}, flags.split())) == eager
+
+
+def test_every_name_of_a_flag_that_is_read_early_is_known():
+    same = vocabulary().same
+    for target, known in (("--pipeline-model-parallel-size", STAGES), ("--allow-tf32", ALLOW_TF32)):
+        assert {target} | {name for name, words in same.items() if words[-1] == target} == {*known}
 
 
 HOSTILE = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1",
@@ -66,7 +77,8 @@ def test_what_would_round_fp32_does_not_stay():
     assert added.items() >= EXACT.items()
     assert not environment_defaults(EXACT).keys() & EXACT.keys()
     assert not environment_defaults({}).keys() & EXACT.keys()
-    for words in (["--allow-tf32"], ["--lr", "1e-3", "--allow_tf32"]):
+    assert "NVIDIA_TF32_OVERRIDE" in environment_defaults(HOSTILE, ["--allow-tf32=false"])
+    for words in (["--allow-tf32"], ["--lr", "1e-3", "--allow_tf32"], ["--tf32=1"]):
         allowed = environment_defaults(HOSTILE, words)
         assert "NVIDIA_TF32_OVERRIDE" not in allowed  # as the user has it
         assert allowed["ONEDNN_DEFAULT_FPMATH_MODE"] == "STRICT"  # which is no TF32

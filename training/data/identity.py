@@ -5,7 +5,6 @@ The digest is the XXH3-128 of token type, counts, all lengths, and the XXH3-128 
 the .bin. XXH3 does not protect against two files made to have the same digest.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import xxhash
 
+from mpu.launch import cores
 from training.data.cache import IndexCache
 from training.data.watched import WatchedFile
 
@@ -68,7 +68,7 @@ def _parts(data: WatchedFile, report: Callable[[str], None]) -> Iterator[bytes]:
         return found.digest()
 
     began = reported = time.monotonic()
-    threads = min(THREADS, len(os.sched_getaffinity(0)))
+    threads = min(THREADS, cores())
     with ThreadPoolExecutor(threads, "weft-digest") as pool:
         for i, part in enumerate(pool.map(digest, range(0, data.size, PART))):
             now = time.monotonic()

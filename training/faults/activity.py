@@ -81,7 +81,7 @@ class Activity:
         self._stage = self._begun("start-up")
         self._done, self._thread = threading.Event(), threading.Thread()
         self._voice: socket.socket | None = None
-        self._began = self._spoke = time.monotonic()
+        self.begun = self._began = self._spoke = time.monotonic()
 
     @classmethod
     def of_process(cls) -> "Activity":

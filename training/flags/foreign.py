@@ -63,6 +63,11 @@ class Use:
         return self.values[0] if self.values else ""
 
     @property
+    def on(self) -> bool:
+        """Return whether a switch is on: it has no value, or none that turns it off."""
+        return SPELT.get(self.value.lower(), self.value.lower()) != FALSE
+
+    @property
     def words(self) -> list[str]:
         """Return the words as typed."""
         if self.joined:
@@ -75,7 +80,7 @@ def uses_of(argv: Sequence[str]) -> list[Use]:
     found = [Use("")]
     for word in argv:
         name, equals, value = word.partition("=")
-        to_ignore = found[-1].name == FLAG and ":" in word  # --ignore-flags --NAME:COUNT
+        to_ignore = found[-1].name == FLAG and ":" in name  # --ignore-flags --NAME:COUNT
         if word.startswith("--") and not to_ignore:
             found.append(Use(name, (value,) if equals else (), bool(equals)))
         else:

@@ -112,6 +112,7 @@ def _zero_counts(row: Setting) -> bool:
 # the checks of a whole config, in order; the first failure is reported
 CHECKS: tuple[Callable[[Config], None], ...] = (
     parallel_rules.check_device,
+    run_rules.check_evaluated,  # before its interval is missed, which falls without data
     check_stops,
     size_rules.check,
     size_rules.check_micro_batch,

@@ -117,10 +117,15 @@ def check_run(config: Config) -> None:
 
 
 def _evaluation(config: Config) -> None:
-    """Raise UsageError for a flag that asks for an evaluation without validation data."""
-    run, d, c = config.run, config.data, config.checkpoint
+    """Raise UsageError if --keep-best has nothing to compare."""
+    c = config.checkpoint
     if c.keep_best is not None:
         _best(f"--keep-best {c.keep_best}".rstrip(), config)
+
+
+def check_evaluated(config: Config) -> None:
+    """Raise UsageError if a flag asks for evaluations and there is nothing to evaluate on."""
+    run, d, c = config.run, config.data, config.checkpoint
     asked = {
         "--eval-at-start": run.eval_at_start,
         "--skip-train": run.skip_train,
@@ -225,7 +230,8 @@ def _lengths(config: Config) -> None:
     """Raise UsageError if stages need processes of their own and no resume could continue."""
     file, c = config.data.data_stages, config.checkpoint
     differ = len({stage.settings for stage in config.stages}) > 1
-    if differ and not config.run.dry_run and not (c.save and c.load == c.save):
+    trains = not config.run.dry_run and not config.run.skip_train
+    if differ and trains and not (c.save and c.load == c.save):
         raise UsageError(
             f"--data-stages {file}: its stages differ in seq_length or rotary positions, so the "
             "run ends between them: give --save and --load with one directory, from which the same "

@@ -2,7 +2,6 @@
 """Choose the device of a rank, how exact its arithmetic is, and how its process frees memory."""
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from mpu import driver
 from mpu.accelerators import own_gpu
 from mpu.launch import (
     Launch,
+    cores,
     cpu_settings,
     cuda_settings,
     has_one_queue,
@@ -58,7 +58,7 @@ def choose_device(
         note(line)
     keep_freed_memory()
     if share_cores:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
+        torch.set_num_threads(max(1, cores() // launch.local_world))
     return torch.device("cpu")
 
 

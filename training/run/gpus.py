@@ -106,6 +106,9 @@ OTHERS = {  # names of GPUs that no run of Weft can use, and why
 }
 
 
+OTHER_CHIPS = {"MIG", "Laptop", "Mobile", "Q", "D", "Ti", "SUPER"}  # words of names of other chips
+
+
 class UnknownGpu(ValueError):
     """A name that matches no GPU in ROWS: the message lists the known names."""
 
@@ -136,9 +139,10 @@ def of_driver(name: str) -> Gpu | None:
     """Return a GPU by its name as the driver gives it, or None if it is unknown.
 
     A MIG instance, whose name is the GPU's and "MIG 1g.10gb", has a fraction of the GPU's
-    capability: it counts as unknown.
+    capability, and "NVIDIA GeForce RTX 4090 Laptop GPU" is another chip than the RTX 4090: they
+    count as unknown.
     """
     words = set(re.split(r"[-\s]+", name))
-    if "MIG" in words:
+    if words & OTHER_CHIPS:
         return None
     return next((gpu for gpu in GPUS if words.issuperset(gpu.driver.split())), None)

@@ -48,6 +48,8 @@ def as_on_a_gpu():
 
 def units(got, want):
     """Return the largest error of a result in units of its last place."""
+    if not got.numel():
+        return 0.0
     scale = want.abs().clamp_min(want.square().mean().sqrt())
     error = (got.double() - want).abs() / (scale * torch.finfo(got.dtype).eps)
     return error.max().item() if got.isfinite().all() else float("inf")

@@ -19,9 +19,10 @@ from tests.mpu.kernels.elementwise import (
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-SHAPES = {norm: ((1, 7), (3, 17), (37, 64), (5, 1025), (200, 6)), rope: ((1, 1), (3, 17), (2, 64))}
+SHAPES = {norm: ((0, 7), (1, 7), (3, 17), (37, 64), (5, 1025), (200, 6))}
+SHAPES[rope] = ((1, 1), (3, 17), (2, 64))
 SHAPES[long_norm] = ((1, 7), (3, 17), (13, 64), (5, 90))
-SHAPES[swiglu] = ((1, 1), *SHAPES[norm][1:-1])
+SHAPES[swiglu] = ((1, 1), *SHAPES[norm][2:-1])
 
 
 CASES = [

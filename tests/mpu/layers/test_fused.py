@@ -162,6 +162,19 @@ def test_rope_in_a_matmuls_own_memory(dtype):
     assert torch.equal(qkv, before)
 
 
+def test_what_is_rotated_in_place_is_not_rotated_again():
+    """A layer that attends twice by one projection."""
+    ctx = LayerContext(dtype=torch.float64, sink=GradientSink(torch.float64))
+    linear = ColumnParallelLinear(6, 40, ctx=ctx)
+    cos, sin = rope_table(rope_frequencies(8, 100.0), 7, torch.float64, torch.device("cpu"))
+    qkv = linear(torch.randn(7, 2, 6, dtype=torch.float64).requires_grad_())
+    first = apply_rope(qkv.clone(), cos, sin, 3, 1)
+    second = apply_rope(qkv, cos, sin, 3, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(ValueError, match=r"already rotated, in place: .* qkv.clone\(\)"):
+        apply_rope(qkv, cos, sin, 3, 1)
+
+
 def test_who_saved_qkv_before_it_was_rotated_gets_an_error():
     ctx = LayerContext()
     linear = ColumnParallelLinear(6, 40, ctx=ctx)

@@ -87,6 +87,11 @@ def test_flags_beside_it(folder, monkeypatch, more, sentence):
         read(folder, monkeypatch, two(), more)
 
 
+def test_an_evaluation_of_stages_of_two_lengths_needs_no_save(folder, monkeypatch):
+    more = "--skip-train --load saved --valid-data-path web"
+    assert read(folder, monkeypatch, two(seq_length=32), more).run.skip_train
+
+
 def test_no_file(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match=r"--data-stages gone.json: No such file"):

@@ -7,6 +7,7 @@ import shlex
 import pytest
 import torch
 
+import pretrain_llama
 from training.data.build import validation_sets
 from training.flags.parse import UsageError, parse
 from training.run.step import CONTINUE, Step
@@ -510,3 +511,25 @@ def test_a_folder_whose_name_a_checkpoint_cannot_keep(word, says):
     """As Python spells bytes of the command line that are not of its encoding, LC_ALL=C's ASCII."""
     with pytest.raises(UsageError, match=says):
         read(f"--save {word}")
+
+
+def test_a_flag_behind_those_to_ignore_is_read():
+    more = "--ignore-flags foo:1 --step-batch-size-schedule=0:8 --foo x"
+    other = "--foo x --step-batch-size-schedule=0:8 --ignore-flags foo:1"
+    assert read(more).batch == read(other).batch
+
+
+def test_the_best_of_no_evaluation_names_what_is_missing():
+    with pytest.raises(UsageError, match="--keep-best has nothing to evaluate on: .* --split"):
+        parse(shlex.split(
+            SMALL.replace("--mock-data", "--data-path web --tokenizer-type NullTokenizer")
+            + " --save saved --eval-interval 5 --keep-best --split 100,0,0 --dry-run"
+        ), 1)  # fmt: skip
+
+
+@pytest.mark.parametrize("switch, on", [("", True), ("=true", True), ("=no", False)])
+def test_a_rehearsal_by_any_form_of_its_switch(monkeypatch, switch, on):
+    called = []
+    monkeypatch.setattr(pretrain_llama.subprocess, "call", lambda words: called.append(words) or 0)
+    words = [*SMALL.split(), f"--rehearse{switch}", "--train-iters", "0"]
+    assert pretrain_llama.main(words) == (0 if on else 2) and bool(called) == on

@@ -35,6 +35,8 @@ def test_a_gpu_by_the_drivers_name(driver, name, tflops, gigabytes):
 
 def test_what_the_driver_names_otherwise_is_unknown():
     assert of_driver("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None  # a seventh of an H100
+    for other in ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3090 Ti"):
+        assert of_driver(f"NVIDIA GeForce {other}") is None
     assert of_driver("NVIDIA GeForce GTX 1080") is None
 
 

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals; ranks agree on stopping and on skipped updates a step late, so that no step waits."""
 
+import gc
 import os
 import signal
 import time
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from mpu.comm.transport import Axis
-from training.run.stop import Agreement, StopSignal
+from training import checkpoint
+from training.run.saver import Saver
+from training.run.step import Decision
+from training.run.stop import Agreement, StepFlags, StopSignal
+from training.run.watch.guard import Guard
+from training.run.watch.intervals import GarbageCollection
 
 STEPS = [
     (False, 0.0),
@@ -195,3 +202,37 @@ def test_how_a_run_that_ends_early_is_told_and_its_exit_code():
     under_torchrun = StopSignal(os.getppid(), stopped=0)
     under_torchrun.end(True, "x", saved)
     assert under_torchrun.code == 0
+
+
+def test_the_wait_for_a_step_that_is_judged_at_once_is_in_the_log() -> None:
+    """On a GPU, what follows a step waits for it: the host is a step ahead."""
+    watch: Any = Guard.__new__(Guard)
+    watch.log = SimpleNamespace(interval=SimpleNamespace(seconds=1.0))
+    watch.agreement = SimpleNamespace(close=lambda: time.sleep(0.05) or StepFlags())
+    watch._before, watch._skipped, watch._rolls_back = None, 0, lambda step, agreed: False
+    watch.after_step(SimpleNamespace(agreed=StepFlags(), decided=Decision(save=True)))
+    assert watch.log.interval.seconds >= 1.05
+
+
+def test_garbage_is_collected_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    watch = GarbageCollection(cast(Any, SimpleNamespace(run=SimpleNamespace(manual_gc_interval=0))))
+    for evaluate in (False, True, False):
+        step = SimpleNamespace(iteration=3, decided=Decision(evaluate=evaluate))
+        watch.after_step(cast(Any, step))
+    assert len(collected) == 2  # one as it begins
+
+
+def test_ranks_wait_for_the_pruning_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher gives the others little time after one has ended."""
+    done: list[str] = []
+    monkeypatch.setattr(checkpoint, "together", lambda *given: done.append("all"))
+    pruning = SimpleNamespace(wait=lambda: done.append("pruned"))
+    ctx = SimpleNamespace(grid=SimpleNamespace(world=None), device=None)
+    saver: Any = SimpleNamespace(
+        _wait=lambda: None, _hurry=False, _pruning=pruning, _lock=None, failed=None, ctx=ctx
+    )
+    Saver.__exit__(saver, None, None, None)
+    assert done == ["pruned", "all"]

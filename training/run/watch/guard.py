@@ -15,6 +15,7 @@ ranks' other flags, and takes effect one step later, or at once if a save, an ev
 of the run follows.
 """
 
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -78,7 +79,9 @@ class Guard:
         self._before = step
         ends = agreed.signal or agreed.over or decided.stop
         if ends or decided.save or decided.evaluate:
-            now = self.agreement.close()
+            begin = time.perf_counter()
+            now = self.agreement.close()  # waits for this step, whose line is written
+            self.log.interval.seconds += time.perf_counter() - begin
             if self._rolls_back(step, now):
                 return BACK
             agreed |= now

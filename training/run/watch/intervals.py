@@ -80,7 +80,7 @@ class GarbageCollection:
         gc.collect()
 
     def after_step(self, step: Step) -> Decision:
-        """Collect garbage if it is due."""
-        if due(self.every, step.iteration):
+        """Collect garbage if it is due, or an evaluation follows."""
+        if due(self.every, step.iteration) or step.decided.evaluate:
             gc.collect()
         return CONTINUE
