@@ -144,7 +144,7 @@ def _begin(root: Path, step: int, need: int) -> str:
     """Remove the leftovers of killed saves, make a temporary directory and return its name."""
     _make_root(root)
     clear_rubbish(root, set(), lambda line: None)
-    _check_room(root, need)
+    check_room(root, need)
     name = f"{step_name(step)}.tmp-{secrets.token_hex(8)}"
     os.mkdir(root / name, 0o700)
     return name
@@ -154,7 +154,8 @@ def _make_root(root: Path) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _check_room(root: Path, need: int) -> None:
+def check_room(root: Path, need: int) -> None:
+    """Raise OSError unless `need` bytes are free on the file system of `root`."""
     free = shutil.disk_usage(root).free
     if free < need:
         raise OSError(
@@ -243,12 +244,9 @@ def _is_hint(path: Path) -> bool:
 
 
 def check_writable(
-    root: str | os.PathLike[str],
-    grid: Grid,
-    pieces: Sequence[NamedPiece] = (),
-    device: torch.device | None = None,
+    root: str | os.PathLike[str], grid: Grid, device: torch.device | None = None
 ) -> list[Path]:
-    """Check, before the first step, that a checkpoint of `pieces` can be saved under `root`.
+    """Check, before the first step, that `root` can be written.
 
     Rank 0 makes the directory; one rank a node makes and removes a file in it. Collective. Return
     the directories that this rank made. Raises SaveError, and then nothing is left.
@@ -256,18 +254,16 @@ def check_writable(
     directory = Path(root)
     made: list[Path] = []
 
-    def check(work: Any) -> list[Any]:
-        outcomes = together(work, grid.world, device)
-        failed = first_error(outcomes)
+    def check(work: Any) -> None:
+        failed = first_error(together(work, grid.world, device))
         if failed is not None:
             for path in made:
                 with suppress(OSError):
                     path.rmdir()
             raise SaveError(
                 f"--save {directory}: rank {failed.rank}: {failed.error}; the directory must be "
-                "writable from every node and have room for a checkpoint"
+                "writable from every node"
             )
-        return [o.value for o in outcomes]
 
     def probe() -> None:
         path = directory / f".probe-{secrets.token_hex(8)}"
@@ -277,12 +273,9 @@ def check_writable(
             path.unlink(missing_ok=True)
 
     def make() -> None:
-        missing = [p for p in (directory, *directory.parents) if not p.exists()]
-        _check_room(missing[-1].parent if missing else directory, need)
-        made.extend(missing)
+        made.extend(p for p in (directory, *directory.parents) if not p.exists())
         _make_root(directory)
 
-    need = sum(check(lambda: sum(p.nbytes for p in share(pieces))))
     check(lambda: make() if grid.rank == 0 else None)
     check(lambda: probe() if grid.launch.local_rank == 0 else None)
     return made

@@ -44,8 +44,6 @@ def test_no_room_is_said_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(SaveError, match="0.0 MB are free"):
         write(tmp_path, 2)
-    with pytest.raises(SaveError, match="--save .*0.0 MB are free"):
-        check_writable(tmp_path, Grid(), [whole("a", torch.zeros(99))])
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
 
 

@@ -84,5 +84,5 @@ def test_data_is_fetched_when_it_is_written(tmp_path: Path) -> None:
 
 
 def test_check_writable_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
-    check_writable(tmp_path / "deep" / "run", Grid(), [whole("x", torch.zeros(4))])
+    check_writable(tmp_path / "deep" / "run", Grid())
     assert os.listdir(tmp_path / "deep" / "run") == []
