@@ -83,8 +83,7 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
     """
     with open_plain(at / MANIFEST) as file:
         data = file.read(LIMIT + 1)
-    if len(data) > LIMIT:
-        raise CheckpointError(f"{MANIFEST} is larger than {LIMIT} bytes")
+    check_length(MANIFEST, len(data))
     manifest = parse(data, MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
@@ -138,10 +137,15 @@ def holds_a_save(directory: Path) -> bool:
         return known and (tensors or not found or step is None)
 
 
+def check_length(name: str, size: int) -> None:
+    """Raise CheckpointError for a JSON file of more bytes than are read."""
+    if size > LIMIT:
+        raise CheckpointError(f"{name} is larger than {LIMIT} bytes")
+
+
 def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
     """Read index.json or state.json after checking its SHA-256."""
-    if manifest["files"][name]["size"] > LIMIT:
-        raise CheckpointError(f"{name} is larger than {LIMIT} bytes")
+    check_length(name, manifest["files"][name]["size"])
     return parse(read_checked(directory / name, manifest["files"][name]), name)
 
 

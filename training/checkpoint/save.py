@@ -35,6 +35,7 @@ from training.checkpoint.files import (
     write_safetensors,
 )
 from training.checkpoint.finite import check_pieces
+from training.checkpoint.load import check_state
 from training.checkpoint.manifest import (
     FORMAT,
     INDEX,
@@ -44,6 +45,7 @@ from training.checkpoint.manifest import (
     STEP,
     VERSION,
     VERSION_WITH_FROZEN,
+    check_length,
     holds_a_save,
     merge_index,
     parse,
@@ -104,7 +106,8 @@ def save(
     def measure() -> int:
         if first:
             check(directory / step_name(step), holds_a_save)
-            parse(json.dumps(dict(state)).encode(), STATE)  # else no reader would accept it
+            # else no reader would accept it
+            check_state(parse(json.dumps(dict(state)).encode(), STATE))
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
@@ -204,6 +207,8 @@ def _commit(
     index = merge_index([answer["rows"] for answer in answers])
     files[INDEX] = write_bytes(aside / INDEX, json.dumps(index, separators=(",", ":")).encode())
     files[STATE] = write_json(aside / STATE, state)
+    for file in (INDEX, STATE):
+        check_length(file, files[file]["size"])
     manifest = {
         "format": FORMAT,
         "version": VERSION_WITH_FROZEN if state.get("frozen_parameters") else VERSION,
