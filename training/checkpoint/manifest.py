@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -120,8 +121,8 @@ def holds_a_save(directory: Path) -> bool:
     """Return whether a directory is empty or holds only files that a save wrote.
 
     These are the files that its manifest lists or, if that is missing or damaged, files with the
-    names that a save gives, tensors among them. A link, a folder or another file does not belong to
-    a save, nor does a copy of another step.
+    names that a save gives, tensors among them, or the one that its state gives the tokenizer's. A
+    link, a folder or another file does not belong to a save, nor does a copy of another step.
     """
     found, step = plain_files(directory), STEP.fullmatch(directory.name)
     if found is None:
@@ -132,7 +133,10 @@ def holds_a_save(directory: Path) -> bool:
         copied = step is not None and int(step[1]) != manifest["step"]
         return not copied and names <= manifest["files"].keys()
     except (CheckpointError, OSError):
-        known = all(SAVED.fullmatch(name) for name in names)
+        own = None
+        with suppress(CheckpointError, OSError), open_plain(directory / STATE) as file:
+            own = parse(file.read(LIMIT), STATE).get("tokenizer_model")
+        known = all(name == own or SAVED.fullmatch(name) for name in names)
         tensors = any(name.startswith("rank_") for name in names)
         return known and (tensors or not found or step is None)
 

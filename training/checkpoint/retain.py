@@ -19,7 +19,6 @@ without a message to the others.
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from training.checkpoint.errors import CheckpointError
 from training.checkpoint.evaluated import Evaluation, evaluation_of
 from training.checkpoint.files import Hook
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.manifest import STEP, holds_a_save
+from training.checkpoint.manifest import MANIFEST, STATE, STEP, holds_a_save
 from training.files.owned import set_aside
 
 Note = Callable[[str], None]
@@ -210,7 +209,10 @@ def _clear(root: Path, names: list[str], note: Note) -> None:
     for name in names:
         try:
             if (root / name).is_dir() and not (root / name).is_symlink():
-                shutil.rmtree(root / name)
+                # holds_a_save() needs the state and the manifest, if it is killed in between
+                for file in sorted(os.listdir(root / name), key=lambda n: (n == MANIFEST, n == STATE)):
+                    os.unlink(root / name / file)
+                os.rmdir(root / name)
             else:
                 os.unlink(root / name)
         except OSError as error:

@@ -201,14 +201,14 @@ def _commit(
     files = {file: info for answer in answers for file, info in answer["files"].items()}
     for file, info in files.items():
         check_size(aside / file, info["size"])
-    for file, data in attach.items():
-        assert PLAIN.fullmatch(file) and file not in files, file
-        files[file] = write_bytes(aside / file, data)
     index = merge_index([answer["rows"] for answer in answers])
     files[INDEX] = write_bytes(aside / INDEX, json.dumps(index, separators=(",", ":")).encode())
     files[STATE] = write_json(aside / STATE, state)
     for file in (INDEX, STATE):
         check_length(file, files[file]["size"])
+    for file, data in attach.items():  # after the state, which names the tokenizer's file
+        assert PLAIN.fullmatch(file) and file not in files, file
+        files[file] = write_bytes(aside / file, data)
     manifest = {
         "format": FORMAT,
         "version": VERSION_WITH_FROZEN if state.get("frozen_parameters") else VERSION,
