@@ -253,8 +253,9 @@ def check_writable(
 ) -> list[Path]:
     """Check, before the first step, that `root` can be written.
 
-    Rank 0 makes the directory; one rank a node makes and removes a file in it. Collective. Return
-    the directories that this rank made. Raises SaveError, and then nothing is left.
+    Rank 0 makes the directory; one rank a node does in it what a save does: it makes a directory
+    with a file, syncs, renames and removes it. Collective. Return the directories that this rank
+    made. Raises SaveError, and then nothing is left.
     """
     directory = Path(root)
     made: list[Path] = []
@@ -271,11 +272,16 @@ def check_writable(
             )
 
     def probe() -> None:
-        path = directory / f".probe-{secrets.token_hex(8)}"
+        path, renamed = (directory / f".probe-{secrets.token_hex(8)}" for _ in range(2))
         try:
-            write_bytes(path, b"weft")
+            path.mkdir(mode=0o700)
+            write_bytes(path / STATE, b"weft")
+            fsync_directory(path)
+            os.rename(path, renamed)
+            fsync_directory(directory)
         finally:
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(renamed, ignore_errors=True)
 
     def make() -> None:
         made.extend(p for p in (directory, *directory.parents) if not p.exists())

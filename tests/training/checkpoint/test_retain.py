@@ -132,8 +132,9 @@ def test_what_a_killed_save_left_is_cleared(run: Any, newest: Any) -> None:
     root = run(1, 2)
     for name in ("step_00000003.tmp-ab", "step_00000002.old-ab"):
         shutil.copytree(root / step_name(2), root / name)
-    for name in (".latest-ab", ".probe-cd"):
-        (root / name).write_text("")
+    (root / ".latest-ab").write_text("")
+    (root / ".probe-cd").mkdir()
+    (root / ".probe-cd" / "state.json").write_text("")
     kept = ("notes.tmp-ab", "step_00000001.old-x", ".latest-", "step_00000001.trash")
     for name in kept:
         (root / name).mkdir()
@@ -298,10 +299,6 @@ def test_a_killed_save_is_known_by_the_names_of_its_files(tmp_path, tokenizer, o
     for name in ("rank_00000-000.safetensors", "index.json", tokenizer, own or "state.json"):
         (folder / name).write_bytes(b"x")
     assert holds_a_save(folder) == (not own)
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 @pytest.mark.parametrize("moment", range(8))
