@@ -299,7 +299,7 @@ def test_a_full_disk_is_found_before_the_first_step(
     monkeypatch.chdir(place)
     before, began = standing(place), time.monotonic()
     code = pretrain_llama.main(flags({"--save": "new/deep"}))
-    says = r"--save new/deep: rank 0: a checkpoint needs 1.. MB and 0.0 MB are free"
+    says = r"--save new/deep: a checkpoint needs 1.. MB and 0.0 MB are free"
     check_answer(capsys.readouterr().err, code, says, time.monotonic() - began)
     assert {entry for entry in standing(place) if "new" in entry[0]} == set()
     assert {entry[0] for entry in before} == {entry[0] for entry in standing(place)}

@@ -41,10 +41,12 @@ from tools.command_line import Parser, add_tokenizer, integer
 from tools.evaluator.harness import check_installed, find_tasks, harness_model
 from tools.evaluator.score import Scorer
 from tools.generate import TIMEOUT, load_model, tokenizer_of
-from training.checkpoint.agree import first_error, together
+from training.checkpoint import Checkpoint
+from training.checkpoint.agree import first_error, on_all, together
 from training.checkpoint.find import at_or_below, candidates
 from training.checkpoint.manifest import STEP
 from training.data.files import write_text
+from training.data.tokenizer import Tokenizer
 from training.files.owned import json_with
 from training.files.untrusted import nothing_downloaded, printable, sentence
 from training.run.device import set_arithmetic
@@ -135,19 +137,17 @@ def evaluate(
         return _evaluate(args, load, manager, grid, device, progress=progress)
 
 
-def _evaluate(
-    args: argparse.Namespace,
-    load: str,
-    manager: Any,
-    grid: Grid,
-    device: torch.device,
-    progress: Progress,
-) -> tuple[str, int | None, Scores, dict[str, Any]]:
-    from lm_eval import simple_evaluate
+def prepare(
+    args: argparse.Namespace, load: str, grid: Grid, device: torch.device
+) -> tuple[Any, Checkpoint, Tokenizer, int]:
+    """Return a checkpoint's model, itself, its tokenizer, and the tokens of a row.
 
+    Raises ValueError, on every rank if one rank fails.
+    """
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model, found = load_model(load, grid, device, dtype, args.model_file)
-    tokenizer = tokenizer_of(args, found)
+    at = device if grid.world.size > 1 else None
+    tokenizer = on_all(lambda: tokenizer_of(args, found), grid.world, at)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
@@ -159,6 +159,20 @@ def _evaluate(
             f"--max-length {length} is more than the model's max_position_embeddings "
             f"({model.config.max_position_embeddings})"
         )
+    return model, found, tokenizer, length
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    load: str,
+    manager: Any,
+    grid: Grid,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[str, int | None, Scores, dict[str, Any]]:
+    from lm_eval import simple_evaluate
+
+    model, found, tokenizer, length = prepare(args, load, grid, device)
     scorer = Scorer(model, grid, args.batch_size, length, progress)
     progress.begin("building the requests")
     began = time.monotonic()

@@ -34,12 +34,13 @@ import torch
 from torch import Tensor
 
 from model.llama import Llama
-from model.load import model_file_of, saved_config
+from model.load import ModelFile, model_file_of, saved_config
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.command_line import Parser, add_tokenizer, integer, model_of, number
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
+from training.checkpoint.agree import on_all
 from training.checkpoint.find import at_or_below, nothing_at
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
@@ -222,8 +223,12 @@ def load_model(
     dtypes = Counter(newest.index[name]["dtype"] for name in newest.weights())
     stored = BY_NAME[max(dtypes, key=dtypes.__getitem__, default="F32")]
     saved = newest.state.get("config")
-    file = model_file_of(sizes, saved, own)
-    config = saved_config(file, sizes, saved)
+
+    def describe() -> tuple[ModelFile, Any]:
+        file = model_file_of(sizes, saved, own)
+        return file, saved_config(file, sizes, saved)
+
+    file, config = on_all(describe, grid.world, at)
     if grid.ep_size > 1 and not getattr(config, "num_experts", 0):
         raise ValueError(
             f"--expert-model-parallel-size {grid.ep_size}: the model of {root} has no experts"
@@ -234,10 +239,14 @@ def load_model(
         accumulate=torch.float64 if (dtype or stored) == torch.float64 else torch.float32,
         device=device,
     )
-    model = file.Model(config, ctx).requires_grad_(False)
-    for param in model.parameters():
-        param.zero_()  # the padding of the vocabulary is in no file
-    pieces = weight_pieces(model, file.hf_names(model), grid)
+
+    def build() -> Any:
+        model = file.Model(config, ctx).requires_grad_(False)
+        for param in model.parameters():
+            param.zero_()  # the padding of the vocabulary is in no file
+        return model, weight_pieces(model, file.hf_names(model), grid)
+
+    model, pieces = on_all(build, grid.world, at)
 
     def note(line: str) -> None:
         print(printable(line), file=sys.stderr)

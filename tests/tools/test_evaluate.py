@@ -22,11 +22,12 @@ from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tests.sampling import sampled
 from tools import evaluate as module
+from tools import generate as generating
 from tools.evaluate import parse, plain, to_do
 from tools.evaluator.harness import NEW_TOKENS, find_tasks, first_token, new_tokens
 from tools.evaluator.score import Scorer
 from tools.generate import load_model
-from training.checkpoint import parameter_pieces, save
+from training.checkpoint import parameter_pieces, save, together
 from training.data.tokenizer import NullTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,31 @@ def test_scores_are_those_of_transformers_on_every_layout(
         for (value, _), (by_one, _), (by_them, _) in zip(found, alone, wanted, strict=True):
             assert math.isclose(value, by_one, rel_tol=1e-12)
             assert math.isclose(value, by_them, rel_tol=1e-6)  # their RoPE is in fp32
+
+
+def one_rank_fails(comm: Any, folder: str, what: str) -> str:
+    """Prepare an evaluation while a rank cannot do `what`; then all ranks meet again."""
+    grid, cpu = comm.grid(1), torch.device("cpu")
+
+    def fails(*args: Any) -> Any:
+        raise ValueError("no such file here")
+
+    where = module if what == "tokenizer_of" else generating
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(where, what, fails)
+        try:
+            module.prepare(parse(["--load", folder, "--tasks", "a"]), folder, grid, cpu)
+        except ValueError as error:
+            return f"{error}, {len(together(lambda: 0, grid.world))}"
+    return ""
+
+
+@pytest.mark.parametrize("what", ["tokenizer_of", "saved_config", "weight_pieces"])
+def test_what_one_rank_cannot_prepare_fails_on_all(world: Any, folder: Path, what: str) -> None:
+    """With --watch they all go on to the next checkpoint."""
+    said = world(2).run(one_rank_fails, str(folder), what)
+    assert said == ["rank 1: no such file here, 2", "no such file here, 2"]
 
 
 def refused(comm: Any, folder: str, kind: str) -> str:

@@ -2,6 +2,7 @@
 """Folders of weights are read as transformers reads them, or refused in a sentence."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_transformers_is_said_to_load_a_mixture_that_it_loads(model: str) -> Non
     assert not_for_transformers(config, shapes) == ""
     shapes["model.norm.bias"] = (16,)
     assert "model.norm.bias" in not_for_transformers(config, shapes)
+
+
+def test_transformers_that_cannot_be_imported_is_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is installed, and refuses another package's version while it is imported."""
+    (tmp_path / "transformers").mkdir()
+    text = "raise ImportError('huggingface-hub>=1.0 is required')"
+    (tmp_path / "transformers" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    why = not_for_transformers({"model_type": "llama"}, {})
+    assert "transformers cannot be imported (huggingface-hub>=1.0 is required)" in why
 
 
 @pytest.mark.prove

@@ -162,7 +162,10 @@ def _write(
     aside.mkdir()
     try:
         _write_tensors(aside, found, names, with_state, progress)
-        torch.save(common, aside / COMMON)
+        with open(aside / COMMON, "xb") as file:
+            torch.save(common, file)
+            file.flush()
+            os.fsync(file.fileno())
         about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         about |= {"common_backend": "torch", "common_backend_version": 1}
         write_bytes(aside / FORMAT, json.dumps(about).encode())  # Megatron writes it last too

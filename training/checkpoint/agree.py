@@ -8,13 +8,15 @@ reaches. So each phase ends with an exchange of outcomes, by which all ranks dec
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mpu.comm.collectives import gather_bytes
 from mpu.comm.transport import Axis
-from training.checkpoint.errors import MismatchError
+from training.checkpoint.errors import CheckpointError, MismatchError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,24 @@ def first_error(outcomes: list[Outcome]) -> Outcome | None:
     """Return the failure of the lowest rank, mismatches before other failures, or None."""
     failed = [o for o in outcomes if o.error]
     return min(failed, key=lambda o: (not o.mismatch, o.rank), default=None)
+
+
+def on_all(work: Callable[[], T], world: Axis, device: torch.device | None = None) -> T:
+    """Return work() of this rank. If it fails on one, all raise: that one its own error, the others
+    CheckpointError. work() must be no collective.
+    """
+    made, raised = list[T](), list[Exception]()
+
+    def attempt() -> None:
+        try:
+            made.append(work())
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    failed = first_error(together(attempt, world, device))
+    if raised:
+        raise raised[0]
+    if failed is not None:
+        raise CheckpointError(f"rank {failed.rank}: {failed.error}")
+    return made[0]

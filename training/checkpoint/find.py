@@ -239,6 +239,17 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
 
     Raises CheckpointError if `root` is no directory, is another program's, or lacks `step`.
     """
+
+    def itself() -> tuple[list[str], list[str]]:
+        real = root.resolve()
+        match = STEP.fullmatch(real.name)
+        if step is not None and (match is None or int(match[1]) != step):
+            raise CheckpointError(
+                f"--ckpt-step {step}: {flag} {root} is a single checkpoint, not of this step: "
+                "leave out --ckpt-step, or give the folder of a run"
+            )
+        return [str(real)], []
+
     if not os.path.lexists(root):
         if step is not None:
             raise CheckpointError(f"--ckpt-step {step}: {root} does not exist")
@@ -246,11 +257,11 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
     if not root.is_dir():
         raise CheckpointError(f"{flag} {root} is not a directory")
     if (root / MANIFEST).exists() or STEP.fullmatch(root.name):
-        return [str(root.resolve())], []
+        return itself()
     entries = sorted(entry.name for entry in os.scandir(root))
     refuse_foreign(root, entries, flag)
     if CONFIG in entries:  # Hugging Face's
-        return [str(root.resolve())], []
+        return itself()
     found: list[tuple[int, bool, str]] = []
     leftovers = []
     for name in entries:
@@ -262,8 +273,8 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         elif STEP.fullmatch(name.partition(".tmp-")[0]):
             leftovers.append(str(root / name))
     found.sort(reverse=True)
-    if not found and step is None and is_model(entries):  # its reader reports what is wrong
-        return [str(root.resolve())], []
+    if not found and is_model(entries):  # its reader reports what is wrong
+        return itself()
     if step is not None:
         have = sorted({n for n, _, _ in found})
         found = [f for f in found if f[0] == step]

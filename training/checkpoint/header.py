@@ -9,10 +9,9 @@ from pathlib import Path
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import open_plain
 from training.checkpoint.manifest import parse
-from training.checkpoint.pieces import DTYPES
+from training.checkpoint.pieces import DTYPES, HEADER_LIMIT, NAMES
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-HEADER_LIMIT, NAMES = 1 << 24, 100_000  # most bytes of a header; most tensors in it
 
 
 def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[str, list[int]]]]:

@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import open_directory, open_plain
-from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
+from training.checkpoint.header import BY_NAME, read_header
 from training.checkpoint.load import Checkpoint, OneOfFused
 from training.checkpoint.manifest import parse
+from training.checkpoint.pieces import HEADER_LIMIT, NAMES
 from training.files.untrusted import first_of
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -38,17 +38,14 @@ class DirectoryLock:
     def __init__(
         self, root: Path, note: Callable[[str], None] = print, patience: float = PATIENCE
     ) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
         self._path = root / NAME
-        self._new = not self._path.exists()
-        self._fd = os.open(self._path, flags, 0o600)
-        plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        self._before = os.pread(self._fd, 1000, 0) if plain else b""
-        if not _is_lock(self._before):
-            self.close()
-            raise SaveError(f"{self._path} is not the lock of a run, so it is not overwritten")
+        self._open()
         until, noted = time.monotonic() + patience, False
-        while (failed := self._try()) in LOCKED:
+        while (failed := self._try()) in LOCKED or (failed is None and self._removed()):
+            if failed is None:  # its holder undid it: another run may lock the file made since
+                self.close()
+                self._open()
+                continue
             who = f"{root} is being written by another run: {_holder(os.pread(self._fd, 1000, 0))}"
             if time.monotonic() > until:
                 self.close()
@@ -65,6 +62,23 @@ class DirectoryLock:
             return
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
         self._write(json.dumps(about).encode())
+
+    def _open(self) -> None:
+        """Open the lock's file, or make it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
+        self._new = not self._path.exists()
+        self._fd = os.open(self._path, flags, 0o600)
+        plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        self._before = os.pread(self._fd, 1000, 0) if plain else b""
+        if not _is_lock(self._before):
+            self.close()
+            raise SaveError(f"{self._path} is not the lock of a run, so it is not overwritten")
+
+    def _removed(self) -> bool:
+        """Return whether the open file is no longer the one at its path."""
+        with suppress(FileNotFoundError):
+            return not os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        return True
 
     def _try(self) -> int | None:
         """Try to take the lock; return None, or the errno of the failure."""

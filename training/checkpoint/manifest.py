@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -83,8 +84,7 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
     """
     with open_plain(at / MANIFEST) as file:
         data = file.read(LIMIT + 1)
-    if len(data) > LIMIT:
-        raise CheckpointError(f"{MANIFEST} is larger than {LIMIT} bytes")
+    check_length(MANIFEST, len(data))
     manifest = parse(data, MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
@@ -121,8 +121,8 @@ def holds_a_save(directory: Path) -> bool:
     """Return whether a directory is empty or holds only files that a save wrote.
 
     These are the files that its manifest lists or, if that is missing or damaged, files with the
-    names that a save gives, tensors among them. A link, a folder or another file does not belong to
-    a save, nor does a copy of another step.
+    names that a save gives, tensors among them, or the one that its state gives the tokenizer's. A
+    link, a folder or another file does not belong to a save, nor does a copy of another step.
     """
     found, step = plain_files(directory), STEP.fullmatch(directory.name)
     if found is None:
@@ -133,15 +133,23 @@ def holds_a_save(directory: Path) -> bool:
         copied = step is not None and int(step[1]) != manifest["step"]
         return not copied and names <= manifest["files"].keys()
     except (CheckpointError, OSError):
-        known = all(SAVED.fullmatch(name) for name in names)
+        own = None
+        with suppress(CheckpointError, OSError), open_plain(directory / STATE) as file:
+            own = parse(file.read(LIMIT), STATE).get("tokenizer_model")
+        known = all(name == own or SAVED.fullmatch(name) for name in names)
         tensors = any(name.startswith("rank_") for name in names)
         return known and (tensors or not found or step is None)
 
 
+def check_length(name: str, size: int) -> None:
+    """Raise CheckpointError for a JSON file of more bytes than are read."""
+    if size > LIMIT:
+        raise CheckpointError(f"{name} is larger than {LIMIT} bytes")
+
+
 def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
     """Read index.json or state.json after checking its SHA-256."""
-    if manifest["files"][name]["size"] > LIMIT:
-        raise CheckpointError(f"{name} is larger than {LIMIT} bytes")
+    check_length(name, manifest["files"][name]["size"])
     return parse(read_checked(directory / name, manifest["files"][name]), name)
 
 

@@ -5,6 +5,7 @@ A checkpoint has no notion of ranks, fused sections or padding, so any layout ca
 other wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.exp_avg`.
 """
 
+import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.param import placement_of, saved_buffers, unique_parameters
+
+HEADER_LIMIT, NAMES = 1 << 24, 100_000  # of a safetensors file: most bytes of its header, tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,15 +254,21 @@ def share(pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
 
 
 def into_files(pieces: Sequence[NamedPiece], limit: int) -> list[list[NamedPiece]]:
-    """Group pieces, in order, into files of at most `limit` bytes; a larger one has its own."""
+    """Group pieces, in order, into files of at most `limit` bytes; a larger one has its own.
+
+    No file has more tensors, or a longer header, than a reader accepts (header.py).
+    """
     files: list[list[NamedPiece]] = []
-    room = 0
+    room = header = 0
     for piece in pieces:
-        if not files or piece.nbytes > room:
+        # at most: the key, 20 digits a number, and the words between them
+        entry = len(json.dumps(piece.key)) + 21 * len(piece.sizes) + 100
+        if not files or piece.nbytes > room or entry > header or len(files[-1]) == NAMES:
             files.append([])
-            room = limit
+            room, header = limit, HEADER_LIMIT - 100  # less its metadata
         files[-1].append(piece)
         room -= piece.nbytes
+        header -= entry
     return files
 
 

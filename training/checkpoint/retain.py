@@ -19,7 +19,6 @@ without a message to the others.
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -27,15 +26,16 @@ from training.checkpoint.errors import CheckpointError
 from training.checkpoint.evaluated import Evaluation, evaluation_of
 from training.checkpoint.files import Hook
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.manifest import STEP, holds_a_save
+from training.checkpoint.manifest import MANIFEST, STATE, STEP, holds_a_save
 from training.files.owned import set_aside
 
 Note = Callable[[str], None]
 
-UNFINISHED = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")  # a save was killed
+# a save was killed, or the probe for one (save.py)
+UNFINISHED = re.compile(r"(step_\d{8,}\.tmp|\.probe)-[0-9a-f]+")
 TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal is in progress, or was killed
 # a small file that was to be renamed or removed
-SMALL = re.compile(r"\.(latest|probe|save_hf\.json)-[0-9a-f]+")
+SMALL = re.compile(r"\.(latest|save_hf\.json)-[0-9a-f]+")
 
 
 def prune(
@@ -210,7 +210,11 @@ def _clear(root: Path, names: list[str], note: Note) -> None:
     for name in names:
         try:
             if (root / name).is_dir() and not (root / name).is_symlink():
-                shutil.rmtree(root / name)
+                # holds_a_save() needs these two if a kill comes in between
+                order = {STATE: 1, MANIFEST: 2}
+                for file in sorted(os.listdir(root / name), key=lambda n: order.get(n, 0)):
+                    os.unlink(root / name / file)
+                os.rmdir(root / name)
             else:
                 os.unlink(root / name)
         except OSError as error:

@@ -35,6 +35,7 @@ from training.checkpoint.files import (
     write_safetensors,
 )
 from training.checkpoint.finite import check_pieces
+from training.checkpoint.load import check_state
 from training.checkpoint.manifest import (
     FORMAT,
     INDEX,
@@ -44,6 +45,7 @@ from training.checkpoint.manifest import (
     STEP,
     VERSION,
     VERSION_WITH_FROZEN,
+    check_length,
     holds_a_save,
     merge_index,
     parse,
@@ -104,7 +106,8 @@ def save(
     def measure() -> int:
         if first:
             check(directory / step_name(step), holds_a_save)
-            parse(json.dumps(dict(state)).encode(), STATE)  # else no reader would accept it
+            # else no reader would accept it
+            check_state(parse(json.dumps(dict(state)).encode(), STATE))
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
@@ -144,7 +147,7 @@ def _begin(root: Path, step: int, need: int) -> str:
     """Remove the leftovers of killed saves, make a temporary directory and return its name."""
     _make_root(root)
     clear_rubbish(root, set(), lambda line: None)
-    _check_room(root, need)
+    check_room(root, need)
     name = f"{step_name(step)}.tmp-{secrets.token_hex(8)}"
     os.mkdir(root / name, 0o700)
     return name
@@ -154,7 +157,8 @@ def _make_root(root: Path) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _check_room(root: Path, need: int) -> None:
+def check_room(root: Path, need: int) -> None:
+    """Raise OSError unless `need` bytes are free on the file system of `root`."""
     free = shutil.disk_usage(root).free
     if free < need:
         raise OSError(
@@ -197,12 +201,14 @@ def _commit(
     files = {file: info for answer in answers for file, info in answer["files"].items()}
     for file, info in files.items():
         check_size(aside / file, info["size"])
-    for file, data in attach.items():
-        assert PLAIN.fullmatch(file) and file not in files, file
-        files[file] = write_bytes(aside / file, data)
     index = merge_index([answer["rows"] for answer in answers])
     files[INDEX] = write_bytes(aside / INDEX, json.dumps(index, separators=(",", ":")).encode())
     files[STATE] = write_json(aside / STATE, state)
+    for file in (INDEX, STATE):
+        check_length(file, files[file]["size"])
+    for file, data in attach.items():  # after the state, which names the tokenizer's file
+        assert PLAIN.fullmatch(file) and file not in files, file
+        files[file] = write_bytes(aside / file, data)
     manifest = {
         "format": FORMAT,
         "version": VERSION_WITH_FROZEN if state.get("frozen_parameters") else VERSION,
@@ -243,46 +249,44 @@ def _is_hint(path: Path) -> bool:
 
 
 def check_writable(
-    root: str | os.PathLike[str],
-    grid: Grid,
-    pieces: Sequence[NamedPiece] = (),
-    device: torch.device | None = None,
+    root: str | os.PathLike[str], grid: Grid, device: torch.device | None = None
 ) -> list[Path]:
-    """Check, before the first step, that a checkpoint of `pieces` can be saved under `root`.
+    """Check, before the first step, that `root` can be written.
 
-    Rank 0 makes the directory; one rank a node makes and removes a file in it. Collective. Return
-    the directories that this rank made. Raises SaveError, and then nothing is left.
+    Rank 0 makes the directory; one rank a node does in it what a save does: it makes a directory
+    with a file, syncs, renames and removes it. Collective. Return the directories that this rank
+    made. Raises SaveError, and then nothing is left.
     """
     directory = Path(root)
     made: list[Path] = []
 
-    def check(work: Any) -> list[Any]:
-        outcomes = together(work, grid.world, device)
-        failed = first_error(outcomes)
+    def check(work: Any) -> None:
+        failed = first_error(together(work, grid.world, device))
         if failed is not None:
             for path in made:
                 with suppress(OSError):
                     path.rmdir()
             raise SaveError(
                 f"--save {directory}: rank {failed.rank}: {failed.error}; the directory must be "
-                "writable from every node and have room for a checkpoint"
+                "writable from every node"
             )
-        return [o.value for o in outcomes]
 
     def probe() -> None:
-        path = directory / f".probe-{secrets.token_hex(8)}"
+        path, renamed = (directory / f".probe-{secrets.token_hex(8)}" for _ in range(2))
         try:
-            write_bytes(path, b"weft")
+            path.mkdir(mode=0o700)
+            write_bytes(path / STATE, b"weft")
+            fsync_directory(path)
+            os.rename(path, renamed)
+            fsync_directory(directory)
         finally:
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(renamed, ignore_errors=True)
 
     def make() -> None:
-        missing = [p for p in (directory, *directory.parents) if not p.exists()]
-        _check_room(missing[-1].parent if missing else directory, need)
-        made.extend(missing)
+        made.extend(p for p in (directory, *directory.parents) if not p.exists())
         _make_root(directory)
 
-    need = sum(check(lambda: sum(p.nbytes for p in share(pieces))))
     check(lambda: make() if grid.rank == 0 else None)
     check(lambda: probe() if grid.launch.local_rank == 0 else None)
     return made

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
-from training.checkpoint import Checkpoint, SaveError
+from training.checkpoint import Checkpoint, SaveError, first_error, together
 from training.checkpoint.files import open_plain
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.stream import attached
@@ -26,6 +25,7 @@ from training.checkpoint.write_huggingface import Extra, clear, keep_newest, wri
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.foreign_code import LARGEST
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in, with_class
+from training.files.untrusted import sentence
 from training.files.written import Written
 from training.settings.arguments import CheckpointConfig
 
@@ -84,7 +84,13 @@ class HuggingFaceSaves:
         world: the axis over which a background thread may communicate. best: names of folders that
         are kept at any age. Raises SaveError.
         """
-        found = Checkpoint(saved)
+        opened: list[Checkpoint] = []
+        failed = first_error(together(lambda: opened.append(Checkpoint(saved)), world))
+        if failed is not None:
+            raise SaveError(
+                f"--save-hf {self.root}: {saved.name}: rank {failed.rank}: {failed.error}"
+            )
+        (found,) = opened
 
         def extra() -> Extra:
             if self._extra is None:  # the tokenizer of a run is always the same
@@ -164,10 +170,12 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
     transformers' model of this config is built on meta tensors, and names and shapes are compared,
     except for the MLPs of a mixture of experts: transformers renames them while it loads.
     """
-    if find_spec("transformers") is None:
-        return "transformers is not installed, so whether it can load the folders was not checked"
-    import transformers
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    try:
+        import transformers
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    except Exception as error:  # it may be there and not suit what it imports
+        why = f"transformers cannot be imported ({sentence(error)})"
+        return f"{why}, so whether it can load the folders was not checked"
 
     kind = str(config.get("model_type", ""))
     own = "the folders hold the weights under the fork's own names, which tools/checkpoint.py reads"

@@ -2,7 +2,7 @@
 """Save a run to --save, under its lock; remove checkpoints that are not to be kept."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from mpu.optim.optimizer import Optimizer
 from training import checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
 from training.checkpoint.manifest import step_name
-from training.checkpoint.retain import prune, step_directories
+from training.checkpoint.pieces import share
+from training.checkpoint.retain import clear_rubbish, prune, step_directories
+from training.checkpoint.save import check_room
 from training.checkpoint.stage import Background, Staging
 from training.faults.activity import Activity
 from training.run import resumable
@@ -86,7 +88,7 @@ class Saver:
         c, world, device = self.config.checkpoint, self.ctx.grid.world, self.ctx.device
         pieces = self.saved.pieces()
         with self.activity.doing(f"checking whether --save {root} can be written"):
-            made = checkpoint.check_writable(root, self.ctx.grid, pieces, device)
+            made = checkpoint.check_writable(root, self.ctx.grid, device)
         patience = min(PATIENCE, 30.0 * self.config.parallel.distributed_timeout_minutes)
 
         def claim() -> None:
@@ -104,6 +106,8 @@ class Saver:
             if self._hf is not None:
                 hf, flag = self._hf, f"--save-hf {c.save_hf}"
                 self._together(lambda: hf.refuse_others(iteration), flag)
+            sizes = self._together(lambda: sum(p.nbytes for p in share(pieces)))
+            self._together(lambda: self._make_room(root, sum(sizes)))
         except ValueError:  # a mistake leaves nothing behind
             if self._lock is not None:
                 self._lock.close(undo=True)
@@ -123,6 +127,17 @@ class Saver:
         if self._hf is not None and iteration and not self.resume.later:
             self._background.start(lambda: self._export(root / step_name(iteration), False))
         return iteration, consumed
+
+    def _make_room(self, root: Path, need: int) -> None:
+        """Raise OSError unless a checkpoint fits, after the removals that a save would make."""
+        if self.ctx.grid.rank:
+            return
+        clear_rubbish(root, self.resume.whole, self.note)
+        try:
+            check_room(root, need)
+        except OSError:  # the save for a signal prunes nothing
+            self._remove_old(root, None)
+            check_room(root, need)
 
     def _find_best(self, iteration: int) -> None:
         """Find the best checkpoint of --save so far, up to an iteration."""
@@ -310,25 +325,26 @@ class Saver:
         """
         if self.ctx.grid.rank or self._hurry:
             return
-        c = self.config.checkpoint
-        assert c.save is not None, "there is no --save"
-        root = Path(c.save)
+        assert self.config.checkpoint.save is not None, "there is no --save"
+        root = Path(self.config.checkpoint.save)
         try:
             now = frozenset(os.listdir(root))
         except OSError as error:
             self.note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
             return
 
-        def work() -> None:
-            removed = prune(
-                root, c.keep_last_k, c.save_retain_interval, self.resume.whole, self.note,
-                among=now, outdone=self.best is not None,
-            )  # fmt: skip
-            if removed:
-                self.note(f"removed {', '.join(removed)}")
-
         self._pruning.poll()
-        self._pruning.start(work)
+        self._pruning.start(lambda: self._remove_old(root, now))
+
+    def _remove_old(self, root: Path, among: Collection[str] | None) -> None:
+        """Remove the checkpoints that the flags do not keep. among: as in prune()."""
+        c = self.config.checkpoint
+        removed = prune(
+            root, c.keep_last_k, c.save_retain_interval, self.resume.whole, self.note,
+            among=among, outdone=self.best is not None,
+        )  # fmt: skip
+        if removed:
+            self.note(f"removed {', '.join(removed)}")
 
     def rewind(self) -> tuple[int, int] | None:
         """Load the newest sound checkpoint of --save again, in the middle of a run.

@@ -16,6 +16,7 @@ from training.checkpoint import (
     SaveError,
     check_writable,
     find_latest,
+    manifest,
     save,
 )
 from training.checkpoint.pieces import NamedPiece, whole
@@ -44,9 +45,22 @@ def test_no_room_is_said_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(SaveError, match="0.0 MB are free"):
         write(tmp_path, 2)
-    with pytest.raises(SaveError, match="--save .*0.0 MB are free"):
-        check_writable(tmp_path, Grid(), [whole("a", torch.zeros(99))])
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize("what", ["passed_over", "index.json"])
+def test_what_no_load_would_accept_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, newest: Any, what: str
+) -> None:
+    write(tmp_path, 1)
+    more = {what: list(range(1, 10_002))} if what == "passed_over" else {}
+    with monkeypatch.context() as patch:
+        if what == "index.json":
+            patch.setattr(manifest, "LIMIT", 160)
+        with pytest.raises(SaveError, match=f"step 2 was not saved: .*{what}"):
+            write(tmp_path, 2, more)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+    assert newest(tmp_path) == (1, [])
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, write: Any) -> None:

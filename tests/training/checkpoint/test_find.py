@@ -47,6 +47,21 @@ def test_the_newest_by_number_a_named_step_and_a_directory_itself(tmp_path: Path
     assert step_of(tmp_path / "step_00000009") == 9
     with pytest.raises(CheckpointError, match=r"--ckpt-step 21: .* has the steps \[9, 20, 100\]"):
         find_latest(tmp_path, Grid(), step=21)
+    assert step_of(tmp_path / "step_00000009", 9) == 9
+
+
+@pytest.mark.parametrize("what", ["step_00000009", "renamed", "hf"])
+def test_a_step_that_is_not_the_one_of_the_directory_named_is_refused(
+    tmp_path: Path, what: str
+) -> None:
+    write(tmp_path, 9)
+    if what == "renamed":
+        (tmp_path / "step_00000009").rename(tmp_path / what)
+    elif what == "hf":
+        (tmp_path / what).mkdir()
+        (tmp_path / what / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"--ckpt-step 1: --branch-from .*{what} is a single"):
+        find_latest(tmp_path / what, Grid(), step=1, flag="--branch-from")
 
 
 def test_a_link_in_place_of_a_step_is_passed_over(tmp_path: Path) -> None:

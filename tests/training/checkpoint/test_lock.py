@@ -4,8 +4,10 @@
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,29 @@ def test_a_second_writer_is_told_of_the_first_and_a_dead_one_is_none(tmp_path: P
     lock.close()
     other = Holder(tmp_path)  # and closing gives it back
     other.free()
+
+
+def test_who_waited_for_a_lock_that_was_undone_has_the_one_at_its_path(tmp_path: Path) -> None:
+    """Its file was removed: a third run would lock a new one."""
+    first, context = DirectoryLock(tmp_path), multiprocessing.get_context("fork")
+    at, notes = context.Pipe(duplex=False)
+
+    def wait() -> None:
+        DirectoryLock(tmp_path, notes.send, patience=20)
+        notes.send("held")
+        time.sleep(60)
+
+    second = context.Process(target=wait, daemon=True)
+    second.start()
+    try:
+        assert "waiting" in at.recv()
+        first.close(undo=True)
+        assert at.recv() == "held"
+        with pytest.raises(SaveError, match=f"written by another run: process {second.pid}"):
+            DirectoryLock(tmp_path, patience=0)
+    finally:
+        second.kill()
+        second.join()
 
 
 def test_a_child_keeps_no_lock_that_its_parent_lost(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks write must tile every tensor exactly once, in every layout."""
 
+import os
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import Placement, parameter, unique_parameters
-from training.checkpoint import NamedPiece, parameter_pieces, state_pieces
+from training.checkpoint import NamedPiece, header, parameter_pieces, pieces, state_pieces
 from training.checkpoint.errors import CheckpointError
+from training.checkpoint.files import write_safetensors
 from training.checkpoint.manifest import intersection, merge_index, volume
 from training.checkpoint.pieces import into_files, rectangles, whole
 
@@ -103,13 +107,30 @@ def test_merge_refuses_gaps_overlaps_and_disagreement() -> None:
 
 
 def test_files_stay_below_their_limit() -> None:
-    pieces = [whole(f"t{i}", torch.empty(n)) for i, n in enumerate((10, 10, 10, 50, 1, 1))]
-    assert [[p.name for p in f] for f in into_files(pieces, 100)] == [
+    tensors = [whole(f"t{i}", torch.empty(n)) for i, n in enumerate((10, 10, 10, 50, 1, 1))]
+    assert [[p.name for p in f] for f in into_files(tensors, 100)] == [
         ["t0", "t1"],
         ["t2"],
         ["t3"],
         ["t4", "t5"],
     ]
+
+
+@pytest.mark.parametrize(("limit", "most"), [("NAMES", 7), ("HEADER_LIMIT", 1500)])
+def test_files_have_no_more_tensors_than_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    """An expert of each of many layers is many small tensors."""
+    tensors = [whole(f"model.expert{'ä' * (i % 9)}.{i}", torch.ones(1, 2)) for i in range(40)]
+    monkeypatch.setattr(pieces, limit, most)
+    monkeypatch.setattr(header, limit, most)
+    found = dict[str, Any]()
+    for i, group in enumerate(into_files(tensors, 1 << 30)):
+        path = tmp_path / f"{i}.safetensors"
+        write_safetensors(path, group, metadata={"format": "pt"})
+        found |= header.read_header(path)[1]
+    assert list(found) == [piece.name for piece in tensors]
+    assert len(os.listdir(tmp_path)) < 20
 
 
 @given(st.data())

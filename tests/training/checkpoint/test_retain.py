@@ -3,8 +3,10 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,9 @@ def test_what_a_killed_save_left_is_cleared(run: Any, newest: Any) -> None:
     root = run(1, 2)
     for name in ("step_00000003.tmp-ab", "step_00000002.old-ab"):
         shutil.copytree(root / step_name(2), root / name)
-    for name in (".latest-ab", ".probe-cd"):
-        (root / name).write_text("")
+    (root / ".latest-ab").write_text("")
+    (root / ".probe-cd").mkdir()
+    (root / ".probe-cd" / "state.json").write_text("")
     kept = ("notes.tmp-ab", "step_00000001.old-x", ".latest-", "step_00000001.trash")
     for name in kept:
         (root / name).mkdir()
@@ -154,7 +157,7 @@ def test_what_cannot_be_removed_is_told(
     assert len(notes) == 2 and "step_00000001 was not removed: Permission denied" in notes[0]
     notes.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
+        patch.setattr(os, "unlink", refuse)
         assert prune(root, 1, None, set(), notes.append) == [step_name(1), step_name(2)]
     assert len(notes) == 2 and ".trash-" in notes[0] and "could not be removed" in notes[0]
     assert newest(root) == (3, [])
@@ -276,8 +279,12 @@ def test_a_damaged_one_is_not_the_best(lossy: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", ["2.0", 2, None])
-def test_a_false_loss_is_refused(lossy: Any, loss: Any) -> None:
+def test_a_false_loss_is_refused(
+    lossy: Any, loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint is none that a run loads, nor is it the best."""
+    saving = sys.modules["training.checkpoint.save"]
+    monkeypatch.setattr(saving, "check_state", lambda state: None)  # as another program saves
     root = lossy({10: (9.0, False), 20: (loss, False)})
     with pytest.raises(CheckpointError, match="evaluation must hold set, digest, loss, only"):
         Checkpoint(root / step_name(20))
@@ -292,3 +299,39 @@ def test_a_killed_save_is_known_by_the_names_of_its_files(tmp_path, tokenizer, o
     for name in ("rank_00000-000.safetensors", "index.json", tokenizer, own or "state.json"):
         (folder / name).write_bytes(b"x")
     assert holds_a_save(folder) == (not own)
+
+
+@pytest.mark.parametrize("moment", range(8))
+@pytest.mark.parametrize("does", ["save", "prune"])
+def test_a_kill_leaves_nothing_that_stays_with_a_tokenizer_of_any_name(
+    run: Any, write: Any, monkeypatch: pytest.MonkeyPatch, does: str, moment: int
+) -> None:
+    """A save is killed before it writes one of its files, a removal before it removes one."""
+    attach = {"gpt2-vocab.json": b"{}", "merges.txt": b""}
+    more = {"tokenizer_model": "gpt2-vocab.json"}
+    root, count = run(), 0
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: Path, *args: Any, **how: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > moment:
+                raise Killed
+            return call(path, *args, **how)
+
+        return called
+
+    write(root, 8, more, attach=attach)
+    with monkeypatch.context() as patch, suppress(Killed):
+        if does == "save":
+            saving = sys.modules["training.checkpoint.save"]
+            for name in ("write_bytes", "write_json", "write_safetensors"):
+                patch.setattr(saving, name, dying(getattr(saving, name)))
+            write(root, 9, more, attach=attach)
+        else:
+            write(root, 9)
+            patch.setattr(os, "unlink", dying(os.unlink))
+            prune(root, 1, None, set(), silent)
+    write(root, 10, more, attach=attach)
+    prune(root, 1, None, set(), silent)
+    assert sorted(os.listdir(root)) == ["latest", "step_00000010"]

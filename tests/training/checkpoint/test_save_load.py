@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is saved comes back bit for bit. (Other layouts: test_reshard.py.)"""
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from mpu.grid import Grid
 from training.checkpoint import (
     NamedPiece,
+    SaveError,
     check_writable,
     find_latest,
     load,
@@ -84,5 +88,23 @@ def test_data_is_fetched_when_it_is_written(tmp_path: Path) -> None:
 
 
 def test_check_writable_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
-    check_writable(tmp_path / "deep" / "run", Grid(), [whole("x", torch.zeros(4))])
+    check_writable(tmp_path / "deep" / "run", Grid())
     assert os.listdir(tmp_path / "deep" / "run") == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
+def test_a_file_system_without_what_a_save_needs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The directory of --save itself is there."""
+    real = getattr(os, call)
+
+    def fails(at: Any, *args: Any, **more: Any) -> Any:
+        if call == "fsync" and not stat.S_ISDIR(os.fstat(at).st_mode):
+            return real(at, *args, **more)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with monkeypatch.context() as patch, pytest.raises(SaveError, match="rank 0: Invalid argument"):
+        patch.setattr(os, call, fails)
+        check_writable(tmp_path, Grid())
+    assert os.listdir(tmp_path) == []

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 
 from mpu.grid import Grid
 from training.checkpoint import Checkpoint, SaveError, save
-from training.checkpoint.pieces import whole
+from training.checkpoint.pieces import NamedPiece, whole
 from training.checkpoint.write_huggingface import clear, keep_newest, write_huggingface
 from training.files.written import Written
+from training.run.export import HuggingFaceSaves
+from training.settings.arguments import CheckpointConfig
 
 NAMES = [f"layers.{i}.weight" for i in range(7)]
 MOMENTS = 20
@@ -110,6 +112,29 @@ def test_a_failure_leaves_nothing_and_names_the_folder(saved: Checkpoint, tmp_pa
     with pytest.raises(SaveError, match="hf: no Hugging Face directory was written: No space left"):
         write(saved, tmp_path / "hf", extra=fails)
     assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def export_what_rank_1_cannot_open(comm: Any, root: str) -> str:
+    grid, run = comm.grid(), Path(root) / "run"
+    saves = HuggingFaceSaves(
+        CheckpointConfig(save=str(run), save_hf=f"{root}/hf", save_hf_dtype="float32"), grid, print
+    )
+    state = {"hf_config": {"model_type": "llama"}}
+    piece = NamedPiece("w", (3,), (0,), (3,), torch.ones(3), (grid.dp_cp,))
+    path = save(run, step=1, pieces=[piece], state=state, grid=grid)
+    try:
+        saves.write(path if comm.rank != 1 else Path(root) / path.name, grid.world)
+    except SaveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_open_the_checkpoint_fails_the_write_on_all(
+    world: Any, tmp_path: Path
+) -> None:
+    said = world(2).run(export_what_rank_1_cannot_open, str(tmp_path))
+    assert said[0] == said[1] and f"--save-hf {tmp_path}/hf: step_00000001: rank 1: " in said[0]
+    assert not (tmp_path / "hf").exists()
 
 
 def test_the_newest_of_ours_stay(tmp_path: Path) -> None:

@@ -64,6 +64,32 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(p.name[5:]) for p in (folder / "saved").glob("step_????????"))
 
 
+@pytest.mark.parametrize("left", ["step_00000004.tmp-ab", "step_00000004"])
+def test_a_restart_makes_the_room_that_its_saves_would(
+    begun: Path, left: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A killed save, or that of a signal, which prunes nothing, fills a disk of two checkpoints."""
+    saved = begun / "saved"
+
+    def used() -> int:
+        return sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+
+    size, usage = used(), shutil.disk_usage(begun)
+    if left.endswith("ab"):
+        shutil.copytree(saved / step_name(3), saved / left)
+    else:
+        run(begun, "--train-iters 4 --save {tmp}/saved --load {tmp}/saved")
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=2 * size + size // 2 - used())
+    )
+    words = "--train-iters 5 --save {tmp}/saved --load {tmp}/saved"
+    if not left.endswith("ab"):  # without --keep-last-k both stay
+        assert run(begun, words, code=2) == [] and steps(begun) == [3, 4]
+        assert "a checkpoint needs" in capsys.readouterr().err
+    run(begun, f"{words} --keep-last-k 1")
+    assert steps(begun) == [5] and not (saved / "step_00000004.tmp-ab").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "word", "told"),
     [
