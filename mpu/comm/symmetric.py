@@ -30,7 +30,6 @@ from torch import Tensor
 from mpu import native
 from mpu.comm.collectives import gather_bytes
 from mpu.comm.transport import Axis, CommunicationError, blocked
-from mpu.launch import cores
 
 LINE = 64  # bytes of a flag
 SPINS = 200  # polls of a flag before the wait sleeps: some microseconds
@@ -87,7 +86,7 @@ class SymmetricBuffer:
         control = -(-lines * LINE // 4096) * 4096  # token | barrier | closed | flags
         memory, pids = self._map(control + nbytes)
         self._peers = [_Life(pid) for pid in pids]
-        own_core = self.size <= ranks <= cores()
+        own_core = self.size <= ranks <= len(os.sched_getaffinity(0))
         self._spins = OWN_CORE_SPINS if own_core else SPINS
         region = torch.frombuffer(memory, dtype=torch.uint8)
         self.data = region[control:]
