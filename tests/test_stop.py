@@ -121,7 +121,9 @@ def by_train(case, monkeypatch):
         grid=SimpleNamespace(world=None, world_size=1, rank=0, launch=Launch()),
         engine=None,
         sink=None,
-        monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
+        monitor=SimpleNamespace(
+            action="", enter=lambda phase, action: None, activity=SimpleNamespace(begun=0.0)
+        ),
         device=torch.device("cpu"),
     )
     watcher = contextlib.ExitStack()
@@ -141,6 +143,7 @@ def by_train(case, monkeypatch):
     monkeypatch.setattr(Step, "next", of_next)
     loader = SimpleNamespace(next_global_batch=batches, dataset=SimpleNamespace(length=9))
     log = SimpleNamespace(
+        interval=SimpleNamespace(seconds=0.0),
         values=lambda *about: {},
         after_step=watcher.after_step,
         note=lambda text: None,

@@ -45,7 +45,7 @@ class Rewind:
         """
         run = self.run
         passed = self.pass_over(total)
-        more = run.iteration < total and waits_for(run.config, run.consumed) is None
+        more = self._goes_on(total)
         if passed and not more and run.config.checkpoint.save:
             self.saver.save(run.iteration, run.consumed, must=True)
         return more
@@ -53,12 +53,17 @@ class Rewind:
     def pass_over(self, total: int) -> bool:
         """Skip the next iterations as long as they are listed; return whether there were any."""
         run, passed = self.run, False
-        while run.iteration < total and run.iteration + 1 in self.passed_over:
+        while self._goes_on(total) and run.iteration + 1 in self.passed_over:
             step, passed = Step.next(run), True
             step.count(run)
             samples = f"samples {step.consumed} to {run.consumed - 1}"
             self.log.note(f"iteration {run.iteration} is skipped: {samples}")
         return passed
+
+    def _goes_on(self, total: int) -> bool:
+        """Return whether the next iteration is one of this process."""
+        run = self.run
+        return run.iteration < total and waits_for(run.config, run.consumed) is None
 
     def go_back(self, why: str, over: Iterable[int] = ()) -> None:
         """Load the newest sound checkpoint of --save; the run continues from its iteration.
