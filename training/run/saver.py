@@ -367,7 +367,8 @@ class Saver:
             self._wait()
             if not self._hurry:  # else it dies with the process, which harms nothing
                 self._pruning.wait()
-                if kind is None:  # a launcher may give ranks little time after the first has ended
+                # a launcher may give ranks little time after the first has ended
+                if kind is None and self.config.checkpoint.save:
                     checkpoint.together(lambda: None, self.ctx.grid.world, self.ctx.device)
             if self._lock is not None:  # on other ways out the threads may still write
                 self._lock.close()

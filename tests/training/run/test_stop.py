@@ -232,6 +232,7 @@ def test_ranks_wait_for_the_pruning_of_the_first(monkeypatch: pytest.MonkeyPatch
     pruning = SimpleNamespace(wait=lambda: done.append("pruned"))
     ctx = SimpleNamespace(grid=SimpleNamespace(world=None), device=None)
     saver: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(save="saved")),
         _wait=lambda: None, _hurry=False, _pruning=pruning, _lock=None, failed=None, ctx=ctx
     )
     Saver.__exit__(saver, None, None, None)
