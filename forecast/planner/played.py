@@ -163,6 +163,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     else:
         counts = [min(count, 4 * ranks)]
     every = [rank_stages(config, provider, rank) for rank in range(p.pipeline_model_parallel_size)]
+    bucket = bucket_size(config, every)  # of the whole model
     words = ["--rehearse-device", cluster.device, "--rehearse-steps", str(1 + learns)]
     jobs = []
     for point, m in product(points, counts):
@@ -170,7 +171,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
             "argv": last_of_each([*argv, *words]), "node": cluster.node, "world": cluster.gpus,
             "few": {
                 "micro_batches": m, "layers": point.layers, "ranks": ranks, "chunks": chunks,
-                "again": point.again, "bucket": bucket_size(config, every),
+                "again": point.again, "bucket": bucket,
             },
             "levels": [list(level.__dict__.values()) for level in device.levels],
         })  # fmt: skip
