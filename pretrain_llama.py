@@ -301,7 +301,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     )  # fmt: skip
     engine = Engine(
         grid, ctx.queue, monitor, config.run.dtype, device, ctx.interleaver,
-        frozen=sink.frozen.chunks,
+        trained=sink.frozen.trained,
     )  # fmt: skip
     return LlamaRun(
         config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor

@@ -106,6 +106,16 @@ def test_any_layout_resumes_any_other(runs: Runs, fork: str) -> None:
     check_resumes_of_all(runs, fork)
 
 
+@pytest.mark.parametrize("layout", ["E||tt|ttL", "E|t||tttL"])
+def test_stages_without_a_parameter_are_passed(launcher: Launcher, layout: str) -> None:
+    """Backward ends at the first stage that trains: an empty one after a frozen one is before it."""
+    cut = f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {layout}"
+    words = MODEL.replace("--save-interval 2 --save {dir}/saved", "") + "--fp64 --frozen ^embedding"
+    one, two = launcher.run(1, words.split()), launcher.run(2, f"{words} {cut}".split())
+    assert two.codes == [0, 0], two.said(0)
+    check_rows(rows(two), rows(one), 1e-10)
+
+
 def test_another_subset_is_refused(runs: Runs, launcher: Launcher) -> None:
     saved = runs.run("head alone", "ZeRO 3").folder / "saved"
     flags = MODEL.replace("{dir}/saved", "{dir}/more").split() + ["--fp64", "--load", str(saved)]
@@ -138,7 +148,7 @@ MORE = {
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("fork, name", zip(itertools.cycle(sorted(FORKS)), sorted(MORE)))
+@pytest.mark.parametrize("fork, name", [*zip(itertools.cycle(sorted(FORKS)), sorted(MORE))])
 def test_with_other_mechanisms(launcher: Launcher, fork: str, name: str) -> None:
     words = f"{MODEL} {MORE[name]} --frozen {FORKS[fork]}"
     ended = launcher.run(2, words.split())

@@ -69,7 +69,8 @@ class Engine:
     list that each run replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of
     time.perf_counter; BW is B and W in one. If an F overlaps a B and its W, a third of the time is
     attributed to the F. The work that Schedule.deferred puts after the last action is in no span.
-    frozen: (pipeline rank, chunk) of each stage in which nothing trains (mpu/zero/frozen.py).
+    trained: (pipeline rank, chunk) of each stage in which a parameter trains, or None if one does
+    in the first stage (mpu/zero/frozen.py).
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         interleaver: Interleaver | None = None,
-        frozen: Collection[tuple[int, int]] = (),
+        trained: Collection[tuple[int, int]] | None = None,
     ) -> None:
-        self.frozen = frozen
+        self.trained = trained
         self.grid, self.queue, self.monitor, self.interleaver = (
             grid,
             queue,
@@ -103,7 +104,7 @@ class Engine:
         returns [*shape] on every stage but the last, where it returns a scalar loss. during: words
         that follow the action in Monitor.action ("of iteration 7").
         """
-        first = self._first_that_trains(schedule) if self.frozen else 0
+        first = self._first_that_trains(schedule)
         steps = plan(schedule, first)[self.grid.pp.rank]
         self.schedule, clock = schedule, None
         if self.spans is not None:
@@ -122,8 +123,10 @@ class Engine:
 
     def _first_that_trains(self, schedule: Schedule) -> int:
         """Return the first stage in which anything trains."""
+        if self.trained is None:
+            return 0
         stages = range(schedule.stages)
-        return next((s for s in stages if schedule.place(s) not in self.frozen), 0)
+        return next((s for s in stages if schedule.place(s) in self.trained), 0)
 
 
 class _Clock:

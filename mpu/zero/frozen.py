@@ -22,13 +22,13 @@ from mpu.param import PlacementError, placement_of
 class Frozen(NamedTuple):
     """The frozen parameters of the whole model.
 
-    names: of parameters of all stages, sorted; tied ones by their name on the first stage. chunks:
-    (pipeline rank, chunk) of each stage in which nothing trains. overruled: names of tied
-    parameters whose requires_grad on the last stage differs from that on the first.
+    names: of parameters of all stages, sorted; tied ones by their name on the first stage.
+    trained: (pipeline rank, chunk) of each stage in which a parameter trains. overruled: names of
+    tied parameters whose requires_grad on the last stage differs from that on the first.
     """
 
     names: tuple[str, ...] = ()
-    chunks: frozenset[tuple[int, int]] = frozenset()
+    trained: frozenset[tuple[int, int]] = frozenset()
     overruled: tuple[str, ...] = ()
 
 
@@ -46,33 +46,31 @@ def agree(
     """
     tied = [name for name, param in params.items() if placement_of(param).copies]
     found = {name: [chunk_of(name), not param.requires_grad] for name, param in params.items()}
-    trained = {chunk for name, (chunk, frozen) in found.items() if not frozen and name not in tied}
+    chunks = {chunk for name, (chunk, frozen) in found.items() if not frozen and name not in tied}
     own = {
         "rank": grid.pp.rank,
-        "frozen": {name: chunk for name, (chunk, frozen) in found.items() if frozen},
-        "trained": sorted(trained),  # chunks; tied parameters do not count yet
+        "frozen": [name for name, (_, frozen) in found.items() if frozen],
+        "trained": sorted(chunks),  # chunks; tied parameters do not count yet
         "tied": {name: found[name] for name in tied},
     }
     every = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid.pp, device)]
-    names, chunks, trains = set[str](), set[tuple[int, int]](), False
-    overruled = set[str]()
+    names, trained, overruled = set[str](), set[tuple[int, int]](), set[str]()
     decided = [frozen for _, frozen in every[0]["tied"].values()]
     for rank in every:
-        of_rank = dict(rank["frozen"])
+        of_rank = set(rank["frozen"])
         for (name, (chunk, own_word)), frozen in zip(rank["tied"].items(), decided, strict=False):
-            of_rank.pop(name, None)
+            of_rank.discard(name)
             overruled |= {name} if own_word != frozen else set()
             if frozen:
-                of_rank[name] = chunk
+                of_rank.add(name)
             else:
                 rank["trained"].append(chunk)
         copies = rank["tied"].keys() if rank is not every[0] else ()
-        names |= of_rank.keys() - copies
-        chunks |= {(rank["rank"], c) for c in of_rank.values() if c not in rank["trained"]}
-        trains = trains or bool(rank["trained"])
+        names |= of_rank.difference(copies)
+        trained |= {(rank["rank"], chunk) for chunk in rank["trained"]}
     for name, frozen in zip(tied, decided, strict=False):
         params[name].requires_grad_(not frozen)
-    if not trains and len({rank["rank"] for rank in every}) == grid.pp.size:
+    if not trained and len({rank["rank"] for rank in every}) == grid.pp.size:
         raise PlacementError(
             f"all {len(names)} parameters of the model are frozen (requires_grad is False), so "
             "nothing would train"
@@ -83,4 +81,4 @@ def agree(
             "the ranks do not freeze the same parameters: requires_grad_(False) must not depend on "
             "the rank (docs/forking.md)"
         )
-    return Frozen(tuple(sorted(names)), frozenset(chunks), tuple(sorted(overruled)))
+    return Frozen(tuple(sorted(names)), frozenset(trained), tuple(sorted(overruled)))
