@@ -593,7 +593,6 @@ def _record_steps(
     if warms_up:
         run_chunks(run, script.model_provider, script.run_schedule, overlap_of(config))
         recording.warm_up = recording.fullest().total
-        gc.collect()
     learns = run.sink.zero_stage >= 3 or isinstance(run.optimizer.home, StateOffload)
     for step in range(1 + learns):
         if step:

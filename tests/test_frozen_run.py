@@ -108,7 +108,7 @@ def test_any_layout_resumes_any_other(runs: Runs, fork: str) -> None:
 
 @pytest.mark.parametrize("layout", ["E||tt|ttL", "E|t||tttL"])
 def test_stages_without_a_parameter_are_passed(launcher: Launcher, layout: str) -> None:
-    """Backward ends at the first stage that trains: an empty one after a frozen one is before it."""
+    """Backward ends at the first stage that trains; an empty stage may come before it."""
     cut = f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {layout}"
     words = MODEL.replace("--save-interval 2 --save {dir}/saved", "") + "--fp64 --frozen ^embedding"
     one, two = launcher.run(1, words.split()), launcher.run(2, f"{words} {cut}".split())

@@ -41,8 +41,9 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
             continue
         if event.label and not event.label.endswith((": forward", ": backward")):
             continue
-        # in backward count every dtype: a float8 gradient is sent as bytes
-        if name.endswith(BACKWARD) or event.where.phase == "forward" and "float" in event.dtype:
+        # in backward count every dtype: a float8 gradient is sent as bytes. Of a forward that is
+        # recomputed, autograd differentiates the second run
+        if name.endswith(BACKWARD) or event.differentiated and "float" in event.dtype:
             made.setdefault((name, event.axis), Counter())[event.verb] += 1
             first.setdefault((name, event.axis), index)
     for (name, axis), verbs in made.items():

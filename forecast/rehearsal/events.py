@@ -73,6 +73,7 @@ class Transfer(NamedTuple):
     communicator: str = ""  # its name, the same on all its ranks
     urgent: bool = False  # its stream has high priority
     is_async: bool = False  # the caller waits for it later
+    differentiated: bool = True  # in an autograd function's forward: backward comes to it too
 
 
 class Record(NamedTuple):

@@ -42,10 +42,14 @@ HOST = -1  # in place of a stream's number
 
 
 class Inside(threading.local):
-    """The running autograd functions of a thread, outermost first."""
+    """The running autograd functions of a thread, outermost first.
+
+    needs: for each, which of its inputs need gradients: parameters, other tensors.
+    """
 
     def __init__(self) -> None:
         self.functions: list[str] = []
+        self.needs: list[tuple[bool, bool]] = []
 
 
 class Recorder:
@@ -302,13 +306,21 @@ class Recorder:
     def transfer(self, **fields: Any) -> Transfer:
         """Record a collective or a message and return it."""
         number, place = self.new_transfer(fields["stream"])
-        made = Transfer(id=number, number=place, where=self.where(), **fields)
+        weights, inputs = self._here.needs[-1] if self._here.needs else (True, True)
+        # an all-gather is of an input; anything else can also be of what a weight makes of one
+        needed = inputs or (weights and fields["verb"] != "all_gather")
+        where = self.where()
+        made = Transfer(id=number, number=place, where=where, differentiated=needed, **fields)
         self.events.append(made)
         return made
 
-    def enters(self, name: str, made: type) -> None:
-        """Record that the host enters an autograd function, forward or backward; see `leaves`."""
+    def enters(self, name: str, made: type, needs: tuple[bool, bool]) -> None:
+        """Record that the host enters an autograd function, forward or backward; see `leaves`.
+
+        needs: whether any of its parameters, and any of its other inputs, needs a gradient.
+        """
         self._here.functions.append(name)
+        self._here.needs.append(needs)
         self.functions[made.__name__] = made
         if not self.paused:
             self.events.append(Call(name))
@@ -316,6 +328,7 @@ class Recorder:
     def leaves(self) -> None:
         """Leave the autograd function that was entered last."""
         self._here.functions.pop()
+        self._here.needs.pop()
 
     def acts(self, words: str) -> None:
         """Record that the rank begins another action."""

@@ -203,6 +203,11 @@ def heard_in(
     return lambda data, axis: by_own.get(data) if axis.name == "pp" else None
 
 
+def is_trained(x: Any) -> bool:
+    """Return whether x is a tensor for which autograd computes a gradient here."""
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
 def watch_functions(recorder: Recorder, patches: Patches) -> None:
     """Notify the recorder of each forward and backward of a torch.autograd.Function."""
     for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
@@ -212,7 +217,8 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
         ) -> Any:  # fmt: skip
             of_class = isinstance(self, type)
             made = self if of_class else function_of(self)
-            recorder.enters(name.format(made.__name__), made)
+            of = [isinstance(x, Parameter) for x in args if is_trained(x)]
+            recorder.enters(name.format(made.__name__), made, (any(of), not all(of)))
             try:
                 return own.__get__(*((None, self) if of_class else (self,)))(*args, **named)
             finally:

@@ -61,6 +61,7 @@ class ParamBucket:
     ) -> None:
         self.layout, self.shard = layout, shared
         self.params = [(name, params[name], offset) for name, offset, _ in layout.params]
+        self.has_matrix = any(param.dim() > 1 for _, param, _ in self.params)
         self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
         self.high = self.low + layout.own
         self.block: Sequence[ParamBucket] = (self,)  # at stage 3: buckets gathered together

@@ -4,11 +4,12 @@
     acquire(block i)    reshard blocks that are not in use; unshard block i unless that has begun,
                         and block i+1 if prefetch is on; the caller waits for block i's gather
 
-A block has several buckets if it mixes frozen and trained weights, which do not share buckets.
-The next block is known from an earlier pass of the same kind: the order of uses, in forward and
-backward, is recorded and followed. If it differs, a block is gathered when it is requested, and
-the new order is recorded. All ranks use their blocks in the same order, so they gather in the same
-order.
+Where block i+1 is vectors alone (the last norm before tied embeddings), block i+2 is prefetched
+too: no matmul of block i+1 could hide its gather. A block has several buckets if it mixes frozen
+and trained weights, which do not share buckets. The next block is known from an earlier pass of the
+same kind: the order of uses, in forward and backward, is recorded and followed. If it differs, a
+block is gathered when it is requested, and the new order is recorded. All ranks use their blocks in
+the same order, so they gather in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,8 +57,8 @@ class Gatherer:
         bucket.users += 1
         if self._current is not None and bucket.block is self._current.block:
             return
-        following = self._follow(bucket) if self.ahead else None
-        needed = [*bucket.block, *(following.block if following else ())]
+        following = self._follow(bucket) if self.ahead else ()
+        needed = [each for one in (bucket, *following) for each in one.block]
         for other in list(self.unsharded):
             busy = any(each.users or (self.keep and each.waiting) for each in other.block)
             if not busy and other not in needed:
@@ -78,13 +79,18 @@ class Gatherer:
         if bucket in self.unsharded and not bucket.users and len(bucket.block) == 1:
             self.reshard(bucket)
 
-    def _follow(self, bucket: ParamBucket) -> ParamBucket | None:
-        """Record a use; return the bucket that was used next in the last pass of this kind."""
+    def _follow(self, bucket: ParamBucket) -> Sequence[ParamBucket]:
+        """Record a use; return the buckets to prefetch: what was used next in the last pass of this
+        kind, up to the first block with a matrix.
+        """
         at = len(self._order)
         self._order.append(bucket)
         if self._known[at : at + 1] != [bucket]:
             self._known = []
-        return self._known[at + 1] if at + 1 < len(self._known) else None
+        end = at + 2
+        while end < len(self._known) and not any(b.has_matrix for b in self._known[end - 1].block):
+            end += 1
+        return self._known[at + 1 : end]
 
     def unshard(self, bucket: ParamBucket) -> None:
         """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use.

@@ -12,6 +12,7 @@ Some of these resources belong to a thread, such as cuDNN's plans of attention. 
 backward run in the threads of the run, also where one overlaps the other (mpu/interleave.py).
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -130,8 +131,19 @@ def run_chunks(
     run: Run, provider: ModelProvider, run_schedule: RunSchedule, overlap: OverlapMap
 ) -> None:
     """Run a forward and a backward of each chunk of this rank, on a model of the run's shapes,
-    flags and collectives. Weights are zeros, and tokens are spread evenly over the experts.
+    flags and collectives. Weights are zeros, and tokens are spread evenly over the experts. Its
+    memory is free afterwards.
     """
+    _run_chunks(run, provider, run_schedule, overlap)
+    # layers refer to each other, and autograd's nodes to them: what one collection frees can
+    # release more garbage
+    while gc.collect():
+        pass
+
+
+def _run_chunks(
+    run: Run, provider: ModelProvider, run_schedule: RunSchedule, overlap: OverlapMap
+) -> None:
     config = run.config
     ctx = context_of(
         config, run.grid, run.device, Scratch(main_grads_dtype(config)), even_experts=True,

@@ -45,7 +45,7 @@ def flops(config: Config, pp_rank: int) -> float:
     model, p = model_profile(config, model_provider), config.parallel
     count = batch_size.micro_batches(config, 0)
     schedule = schedule_of(config, count)
-    deferred = (count if schedule.split else schedule.deferred) / count
+    deferred = schedule.split or schedule.deferred
     fused = p.fused_linear_cross_entropy * (1 + deferred)  # its logits are made again, in W too
     selective, total = p.recompute_granularity == "selective", 0.0
     for stage in rank_stages(config, model_provider, pp_rank):

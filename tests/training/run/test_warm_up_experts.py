@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm-up of a pipeline of experts: a step's collectives, even rows, the dry run's memory."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from tests.model.test_moe_parity import BASE
 from tests.model.twin import config_of, micro_batches
 from tests.sampling import sampled
 from training.faults.monitor import FailureMonitor
-from training.run.warm_up import run_chunks
+from training.run.warm_up import Scratch, run_chunks
 
 PROGRAM = (pretrain_llama.model_provider, pretrain_llama.run_schedule, OverlapMap("none"))
 CASE = BASE | dict(pp=2, dp=2, ep=2, schedule="1f1b", m=2, sp=False)
@@ -78,6 +79,7 @@ def looked_at(comm: Any, cases: list[dict[str, Any]]) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             warm, rows = watched(patch)
             run_chunks(run, *PROGRAM)
+        assert not [one for one in gc.get_objects() if isinstance(one, Scratch)], "its memory stays"
         with pytest.MonkeyPatch.context() as patch:
             step, _ = watched(patch)
             run.sink.begin_step(len(batches))
