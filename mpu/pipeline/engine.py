@@ -123,7 +123,7 @@ class Engine:
 
     def _first_that_trains(self, schedule: Schedule) -> int:
         """Return the first stage in which anything trains."""
-        if self.trained is None:
+        if self.trained is None or (0, 0) in self.trained:
             return 0
         stages = range(schedule.stages)
         return next((s for s in stages if schedule.place(s) in self.trained), 0)
