@@ -182,7 +182,8 @@ def test_the_pages_table_is_read():
 
 # What the busiest rank's main thread runs, at most: (files, calls). An iteration counts what stands
 # around train_step too. Whoever raises one of these numbers writes next to it what for.
-# The 42nd file of an iteration says whether the next step is of another stage.
+# The 42nd file of an iteration says whether the next step is of another stage. A save runs load.py
+# and evaluated.py, as it checks its state as a load would.
 AT_MOST = {"iterations": (42, 3080), "train_step": (26, 2860), "save": (30, 4180)}
 STEPS = {"iterations": 2, "train_step": 2, "save": 1}  # that profiled_loop.py counts
 
