@@ -160,10 +160,19 @@ def keep(outcome: Outcome, of: str) -> None:
 
 
 def kept_table() -> str:
-    """Write one line a part: how it last went, and at which commit; or that it has not run."""
+    """Write one line a part, how it last went and at which commit, or that it has not run; and
+    their sums, with the commit if it is one.
+    """
     rows, missing = kept(), dict.fromkeys(COLUMNS, "")
     table = [{name: name for name in COLUMNS}]
     table += [rows.get(part, {**missing, "part": part, "tests": "never"}) for part in PARTS]
+    sums = {
+        name: str(sum(int(row[name]) for row in rows.values()))
+        for name in ("tests", "failed", "skipped", "seconds")
+    }
+    commits = {row["commit"] for row in rows.values()}
+    one = commits.pop() if len(commits) == 1 else f"{len(commits)} commits"
+    table.append({**missing, **sums, "part": "all", "commit": one})
     widths = {name: max(len(row[name]) for row in table) for name in COLUMNS}
     lines = ("  ".join(row[name].ljust(widths[name]) for name in COLUMNS) for row in table)
     return "\n".join(map(str.rstrip, lines))

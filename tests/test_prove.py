@@ -22,3 +22,16 @@ def test_the_nearest_folder_decides():
     parts = {"all": ("t",), "deep": ("t/deep", "t/one.py"), "file": ("t/deep/two.py",)}
     names = ("t/x.py", "t/one.py", "t/deep/x.py", "t/deep/two.py", "t/deeper/x.py")
     assert [prove.part_of(n, parts) for n in names] == ["all", "deep", "deep", "file", "all"]
+
+
+def test_the_kept_parts_are_summed_with_their_commit_if_it_is_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(prove, "KEPT", tmp_path / "proved.csv")
+    counts = {"tests": 5, "failures": 1, "errors": 0, "skipped": 2}
+    for part, commit, told in (("mpu", "abc", "abc"), ("kills", "abc", "abc"), ("mpu", "def", "2")):
+        prove.keep(prove.Outcome(part, counts, 1, 61.4), commit)
+        lines = prove.kept_table().splitlines()
+        assert len(lines) == len(prove.PARTS) + 2
+        parts = len(prove.kept())
+        want = ["all", *(str(n * parts) for n in (5, 1, 2, 61)), told]
+        assert lines[-1].split()[:6] == want
+    assert lines[-1].endswith("2 commits") and sum("never" in line for line in lines) == 14
