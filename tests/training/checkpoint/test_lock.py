@@ -56,6 +56,17 @@ def test_who_waited_for_a_lock_that_was_undone_has_the_one_at_its_path(tmp_path:
         second.join()
 
 
+def test_an_undone_lock_leaves_the_file_of_the_run_before(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path).close()
+    path = tmp_path / "lock"
+    path.write_bytes(json.dumps(json.loads(path.read_bytes()) | {"pid": 12345}).encode())
+    before = path.read_bytes()
+    lock = DirectoryLock(tmp_path)
+    assert path.read_bytes() != before
+    lock.close(undo=True)
+    assert path.read_bytes() == before
+
+
 def test_a_child_keeps_no_lock_that_its_parent_lost(tmp_path: Path) -> None:
     """A data worker that outlives the trainer must not keep the next run out."""
     lock = DirectoryLock(tmp_path)

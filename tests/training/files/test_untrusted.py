@@ -118,6 +118,8 @@ def test_what_a_terminal_obeys_is_written_out():
 
 
 def test_logs_are_their_owners_alone(tmp_path, capsys):
+    umask = os.umask(0o022)
+    os.umask(umask)
     os.mkfifo(tmp_path / "pipe")
     config = SimpleNamespace(
         log_interval=1,
@@ -130,6 +132,7 @@ def test_logs_are_their_owners_alone(tmp_path, capsys):
     with Log(config, **about, total_iterations=1) as log:
         log.validation(1, math.log(2))
         log.note("a file named \x1b[2J")
+    assert os.umask(umask) == umask, "files that are made after it"
     made = [tmp_path / "log.jsonl", tmp_path / "events", *(tmp_path / "events").iterdir()]
     assert len(made) == 3 and not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in made)
     assert "a file named \\x1b[2J" in capsys.readouterr().out
